@@ -1,0 +1,1 @@
+"""Token mixers: softmax attention and gated delta net, with the state each carries."""

@@ -1,0 +1,109 @@
+"""Gated delta net: short convolution, gated delta rule, gated norm (the linear-attention layer of Qwen3.5)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float, Int
+from lowering import ops
+from lowering.ops import DeltaTrail, WindowTrail
+from params.spec import TensorSpec
+from params.tree import tree, unchecked
+from torch import Tensor
+
+from ..blocks.linear import Linear, Norm, linear_spec, norm_spec
+from ..state import Recurrent
+from ..step import Step
+
+
+@tree
+class DeltaNet:
+    """`in_proj` rows: queries, keys and values (these pass the convolution), output gate z, write b, decay a."""
+
+    in_proj: Linear
+    conv: Float[Tensor, "channels width"]
+    a_log: Float[Tensor, " v_heads"]
+    dt_bias: Float[Tensor, " v_heads"]
+    norm: Norm
+    out: Linear
+
+
+@tree
+class DeltaTrails:
+    """The trails of window and delta state while pending."""
+
+    window: WindowTrail
+    delta: DeltaTrail
+
+
+@tree
+class DeltaNetState(Recurrent):
+    """The last width - 1 inputs of the convolution (time-major), and the delta-rule matrices (value-major)."""
+
+    window: Float[Tensor, "slots past channels"]
+    delta: Float[Tensor, "slots v_heads v_dim k_dim"]
+    trail: DeltaTrails | None = None
+
+    def after(self, accepted: Int[Tensor, " rows"]) -> DeltaNetState:
+        """The state after the first `accepted` pending tokens of each row."""
+        assert self.trail is not None
+        window = self.trail.window.at(accepted, self.window.shape[1]).to(self.window.dtype)
+        return DeltaNetState(window, self.trail.delta.at(accepted))
+
+
+def delta_net_spec(hidden: int, k_heads: int, v_heads: int, k_dim: int, v_dim: int, width: int) -> DeltaNet:
+    """Spec of the parameters. Gate parameters stay float32 whatever the model runs in."""
+    keys, values = k_heads * k_dim, v_heads * v_dim
+    return unchecked(
+        DeltaNet,
+        in_proj=linear_spec(hidden, 2 * keys + values, values, v_heads, v_heads),
+        conv=TensorSpec((2 * keys + values, width), "conv"),
+        a_log=TensorSpec((v_heads,), "log_uniform", torch.float32),
+        dt_bias=TensorSpec((v_heads,), "inverse_softplus", torch.float32),
+        norm=norm_spec(v_dim, "ones"),
+        out=linear_spec(values, hidden),
+    )
+
+
+def delta_net_state(
+    rows: int, k_heads: int, v_heads: int, k_dim: int, v_dim: int, width: int,
+    dtype: torch.dtype, recurrent_dtype: torch.dtype, device: torch.device,
+) -> DeltaNetState:  # fmt: skip
+    """Zeros for every row and the scratch slot."""
+    channels = 2 * k_heads * k_dim + v_heads * v_dim
+    window = torch.zeros(rows + 1, width - 1, channels, dtype=dtype, device=device)
+    return DeltaNetState(window, torch.zeros(rows + 1, v_heads, v_dim, k_dim, dtype=recurrent_dtype, device=device))
+
+
+def delta_net(
+    params: DeltaNet,
+    x: Float[Tensor, "tokens hidden"],
+    past: DeltaNetState | None,
+    step: Step,
+    *,
+    k_heads: int,
+    k_dim: int,
+    eps: float,
+) -> tuple[Float[Tensor, "tokens hidden"], DeltaNetState | None]:
+    """The layer's output, and its state after each row's last token (or before them, with trails)."""
+    v_heads, v_dim = params.a_log.shape[0], params.norm.weight.shape[0]
+    keys, values = k_heads * k_dim, v_heads * v_dim
+    rows = {"max_query": step.max_query, "uniform": step.uniform, "keep_steps": step.keep_steps}
+
+    qkv, z, b, a = ops.linear(x, params.in_proj.weight).split((2 * keys + values, values, v_heads, v_heads), -1)
+    window = None if past is None else past.window
+    qkv, window, window_trail = ops.short_conv(qkv, params.conv, window, step.query_start, **rows)
+    q, k, v = qkv.split((keys, keys, values), -1)
+    q = ops.l2_norm(q.unflatten(-1, (k_heads, k_dim)), scale=k_dim**-0.5)
+    k = ops.l2_norm(k.unflatten(-1, (k_heads, k_dim)))
+    v = v.unflatten(-1, (v_heads, v_dim))
+    decay, beta = ops.delta_gates(a, b, params.a_log, params.dt_bias)
+    delta = None if past is None else past.delta
+    y, delta, delta_trail = ops.gated_delta_rule(q, k, v, decay, beta, delta, step.query_start, **rows)
+    y = ops.gated_rms_norm(y, z.unflatten(-1, (v_heads, v_dim)), params.norm.weight, eps=eps, activation="silu")
+    y = ops.linear(y.flatten(-2), params.out.weight)
+    if past is None:
+        return y, None
+    trail = DeltaTrails(window_trail, delta_trail) if step.keep_steps else None
+    return y, replace(past, window=window, delta=delta, trail=trail)

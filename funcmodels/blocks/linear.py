@@ -1,0 +1,55 @@
+"""Parameter nodes of projections, tables and norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from jaxtyping import Float
+from params.spec import Init, TensorSpec
+from params.tree import tree, unchecked
+from torch import Tensor
+
+PrepareWeight = Callable[[str, Any], Any]
+
+
+@tree
+class Linear:
+    """A projection without bias. Merged projections that read one input are one weight."""
+
+    weight: Float[Tensor, "outputs inputs"]
+
+    def lower_weights(self, prepare: PrepareWeight) -> Linear:
+        """With the weight in the layout of the kernel that will read it."""
+        return unchecked(Linear, weight=prepare("linear", self.weight))
+
+
+@tree
+class Embedding:
+    """A token table. Tied models also read it as the head: `head` is that layout where it differs."""
+
+    weight: Float[Tensor, "vocab hidden"]
+    head: Any = None
+
+    def lower_weights(self, prepare: PrepareWeight) -> Embedding:
+        """With a copy of the weight in the layout that the head's projection wants."""
+        prepared = prepare("linear", self.weight)
+        return replace(self, head=None if prepared is self.weight else prepared)
+
+
+@tree
+class Norm:
+    """The weight of a root-mean-square norm."""
+
+    weight: Float[Tensor, " dim"]
+
+
+def linear_spec(inputs: int, *parts: int) -> Linear:
+    """Spec of a projection from `inputs` to the sum of `parts`."""
+    return unchecked(Linear, weight=TensorSpec((sum(parts), inputs), parts=parts if len(parts) > 1 else None))
+
+
+def norm_spec(dim: int, init: Init) -> Norm:
+    """Spec of a norm weight; gemma norms start at zeros, plain ones at ones."""
+    return unchecked(Norm, weight=TensorSpec((dim,), init))

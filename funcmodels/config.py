@@ -1,0 +1,55 @@
+"""Reading a Hugging Face `config.json` into a frozen dataclass, field by field, with every complaint in one error."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from params.errors import ConfigError
+
+C = TypeVar("C")
+
+
+def read(cls: type[C], given: Mapping[str, Any]) -> C:
+    """An instance of dataclass `cls` from the fields of the same names in `given`; others are ignored.
+
+    Raises `ConfigError` that lists every field that is missing (no default) or of the wrong type.
+    """
+    kinds = get_type_hints(cls)
+    values: dict[str, Any] = {}
+    complaints: list[str] = []
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if field.name in given and given[field.name] is not None:
+            value = given[field.name]
+            if not _fits(value, kinds[field.name]):
+                complaints.append(f"{field.name} must be {_called(kinds[field.name])}, found {value!r}")
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+        elif field.default is dataclasses.MISSING:
+            complaints.append(f"{field.name} is missing")
+    if complaints:
+        raise ConfigError(f"config for {cls.__name__}: " + "; ".join(complaints))
+    return cls(**values)
+
+
+def require(*conditions: tuple[bool, str]) -> None:
+    """`ConfigError` listing the sentence of each condition that does not hold."""
+    broken = [sentence for holds, sentence in conditions if not holds]
+    if broken:
+        raise ConfigError("; ".join(broken))
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is tuple:
+        return isinstance(value, (list, tuple)) and all(_fits(item, get_args(kind)[0]) for item in value)
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _called(kind: Any) -> str:
+    if get_origin(kind) is tuple:
+        return f"a list of {get_args(kind)[0].__name__}"
+    return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[kind]

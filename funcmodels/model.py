@@ -1,0 +1,120 @@
+"""`Model`: a family's pure functions together with one config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import params as checkpoints
+import torch
+from params.errors import ConfigError
+from params.names import qwen3_5 as names
+
+from . import state as states
+from .batch import Batch
+from .models import qwen3_5
+from .output import LogitsOf, Output
+from .pages import PagePool
+from .state import State
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model file provides. `names` is the table of its checkpoint names in `params.names`."""
+
+    read_config: Callable[[Mapping[str, Any]], Any]
+    param_spec: Callable[[Any], Any]
+    init_entries: Callable[..., tuple[states.Entry, ...]]
+    forward: Callable[..., tuple[Output, State | None]]
+    names: Any
+
+
+_QWEN3_5 = Family(
+    qwen3_5.read_config, qwen3_5.param_spec, qwen3_5.init_entries, qwen3_5.forward, names.NAMES
+)
+
+FAMILIES: dict[str, Family] = dict.fromkeys(
+    ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN3_5
+)
+"""Family by `model_type` of the config."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A family and a config. Holds no tensors: parameters and state are passed in."""
+
+    family: Family
+    config: Any
+    config_json: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        return f"Model({self.config!r})"
+
+    def param_spec(self) -> Any:
+        """The parameter tree with a `TensorSpec` (shape, dtype, initialiser) at each leaf."""
+        return self.family.param_spec(self.config)
+
+    def init_params(
+        self, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Any:
+        """Random parameters, the same for the same seed whatever else the tree holds."""
+        return checkpoints.init(self.param_spec(), seed, dtype, device)
+
+    def init_state(
+        self,
+        rows: int,
+        max_len: int,
+        dtype: torch.dtype | None = None,
+        recurrent_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        page_size: int = 128,
+        pages: int | None = None,
+        checked: bool = False,
+    ) -> State:
+        """A state of `rows` empty rows, each of at most `max_len` tokens.
+
+        `dtype` is that of pages and convolution windows (the default dtype if None), `recurrent_dtype` that of
+        delta-rule matrices (float32 if None). `pages` makes a shared pool of that many pages of `page_size` tokens;
+        by default every row owns enough for `max_len`. A `checked` state finds out when it has become stale, at the
+        price of a host read a forward.
+        """
+        for name, value in (("rows", rows), ("max_len", max_len), ("page_size", page_size), ("pages", pages or 1)):
+            if value < 1:
+                raise ValueError(f"init_state: {name} must be at least 1, found {value}")
+        device = torch.device("cpu" if device is None else device)
+        owned = pages is None
+        pool = PagePool(rows * -(-max_len // page_size) if pages is None else pages, owned)
+        kinds = (dtype or torch.get_default_dtype(), recurrent_dtype or torch.float32)
+        for kind in kinds:
+            if not kind.is_floating_point:
+                raise ValueError(f"init_state: a state holds floating-point values, found dtype {kind}")
+        layers = self.family.init_entries(self.config, rows, pool.pages, page_size, *kinds, device)
+        return states.empty(
+            layers, rows=rows, max_len=max_len, page_size=page_size, pool=pool, vocab=self.config.vocab_size,
+            device=device, checked=checked,
+        )  # fmt: skip
+
+    @property
+    def forward(self) -> Callable[..., tuple[Output, State | None]]:
+        """`forward(params, state, batch, *, logits="all", outputs=(), keep_steps=False) -> (Output, State)`.
+
+        `logits` are given for all tokens [tokens vocab], for each row's last token [rows vocab] (zeros where a row
+        is idle), or not at all (None). `outputs` names intermediate values to return in `extra`: `layers.3` is the
+        residual stream after layer 3, `router` the experts chosen in every layer. With `keep_steps` (at most 8
+        tokens a row) the new state is pending until `commit`. `state=None` computes the batch alone, for training.
+        """
+        return partial(self.family.forward, self.config)
+
+
+def build(config: Mapping[str, Any] | str | Path) -> Model:
+    """A model without weights, from a config dictionary, a `config.json`, or a directory that holds one."""
+    if not isinstance(config, Mapping):
+        config = checkpoints.read_config(Path(config))
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise ConfigError(f"model_type {kind!r} is not a known architecture; known: {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
+    return Model(family, family.read_config(config), dict(config))

@@ -1,0 +1,248 @@
+"""Qwen3.5 and Qwen3.6, dense and mixture of experts: three gated delta net layers, then one of gated attention.
+
+Text models. Source: `Qwen3_5TextConfig`, `Qwen3_5MoeTextConfig` and their models in transformers 5.24.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from lowering import ops
+from params.errors import ConfigError
+from params.spec import TensorSpec
+from params.tree import tree, unchecked
+from torch import Tensor
+
+from .. import config as configs
+from ..attention.gated_delta import DeltaNet, DeltaNetState, delta_net, delta_net_spec, delta_net_state
+from ..attention.gqa import GatedAttention, KeyValuePages, gated_attention, gated_attention_spec, key_value_pages
+from ..batch import Batch
+from ..blocks.linear import Embedding, Linear, Norm, linear_spec, norm_spec
+from ..blocks.mlp import Mlp, SharedExpertMoe, mlp, mlp_spec, moe, moe_spec
+from ..output import LogitsOf, Output, Taps, head_logits
+from ..state import Entry, State
+from ..step import Step, begin, finish
+
+
+@dataclass(frozen=True)
+class Qwen35Config:
+    """Fields of the checkpoint's config.json under their own names. `num_experts` 0 is the dense model."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    layer_types: tuple[str, ...]
+    rope_theta: float
+    partial_rotary_factor: float
+    mrope_section: tuple[int, ...]
+    linear_conv_kernel_dim: int = 4
+    intermediate_size: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    mtp_num_hidden_layers: int = 0
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 32768
+    tie_word_embeddings: bool = False
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that rotate."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+
+@tree
+class Layer:
+    """One decoder layer: a token mixer and a feed-forward block, each behind a norm."""
+
+    input_norm: Norm
+    attn: DeltaNet | GatedAttention
+    post_norm: Norm
+    mlp: Mlp | SharedExpertMoe
+
+
+@tree
+class Mtp:
+    """Multi-token prediction head: embedding and hidden are normalised, joined (embedding first) and projected."""
+
+    embed_norm: Norm
+    hidden_norm: Norm
+    fc: Linear
+    layers: tuple[Layer, ...]
+    norm: Norm
+
+
+@tree
+class Qwen35Params:
+    """All parameters. `head` is None when the embedding is tied to it; `mtp` when the checkpoint has none."""
+
+    embed: Embedding
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: Linear | None
+    mtp: Mtp | None
+
+
+def read_config(given: Mapping[str, Any]) -> Qwen35Config:
+    """The text model's config, from a text or a vision-language `config.json`. Raises `ConfigError`."""
+    text = {**given, **given.get("text_config", {})}
+    rope = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
+    rope |= {name: text[name] for name in rope if text.get(name) is not None} | (text.get("rope_parameters") or {})
+    every = text.get("full_attention_interval", 4)
+    kinds = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(text.get("num_hidden_layers", 0))]
+    config = configs.read(Qwen35Config, {**rope, "layer_types": kinds, **{k: v for k, v in text.items() if v is not None}})
+    _check(config, {**text, **rope})
+    return config
+
+
+def _check(config: Qwen35Config, given: Mapping[str, Any]) -> None:
+    dense, moe = config.intermediate_size > 0, config.num_experts > 0
+    positive = [name for name in vars(config) if name.endswith(("_size", "_heads", "_dim", "_layers")) and name not in _MAY_BE_ZERO]
+    configs.require(
+        *((getattr(config, name) > 0, f"{name} must be positive, found {getattr(config, name)}") for name in positive),
+        (moe or dense, "neither intermediate_size (dense) nor num_experts (mixture of experts) is given"),
+        (not moe or 0 < config.num_experts_per_tok <= config.num_experts, "num_experts_per_tok must be in 1..num_experts"),
+        (not moe or config.moe_intermediate_size > 0, "moe_intermediate_size is missing"),
+        (not moe or config.shared_expert_intermediate_size > 0, "shared_expert_intermediate_size is missing"),
+        (len(config.layer_types) == config.num_hidden_layers, f"layer_types has {len(config.layer_types)} entries, num_hidden_layers is {config.num_hidden_layers}"),
+        (set(config.layer_types) <= {"full_attention", "linear_attention"}, f"layer_types may hold full_attention and linear_attention, found {sorted(set(config.layer_types))}"),
+        (config.num_attention_heads % max(config.num_key_value_heads, 1) == 0, "num_attention_heads must be a multiple of num_key_value_heads"),
+        (config.linear_num_value_heads % max(config.linear_num_key_heads, 1) == 0, "linear_num_value_heads must be a multiple of linear_num_key_heads"),
+        (0 < config.rotary_dim <= config.head_dim and config.rotary_dim % 2 == 0, f"partial_rotary_factor {config.partial_rotary_factor} gives {config.rotary_dim} rotary channels of {config.head_dim}; an even number in 2..head_dim is needed"),
+        (len(config.mrope_section) == 3, f"mrope_section must have three parts, found {list(config.mrope_section)}"),
+        (given.get("hidden_act", "silu") == "silu", f"hidden_act {given.get('hidden_act')!r} is not supported; Qwen3.5 uses silu"),
+        (not given.get("attention_bias", False), "attention_bias true is not supported"),
+        (given.get("rope_type", "default") == "default", f"rope_type {given.get('rope_type')!r} is not supported; only default is"),
+    )  # fmt: skip
+
+
+_MAY_BE_ZERO = {"intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "mtp_num_hidden_layers"}
+
+
+def param_spec(config: Qwen35Config) -> Qwen35Params:
+    """The parameter tree with a `TensorSpec` at each leaf."""
+    hidden = config.hidden_size
+    tied = config.tie_word_embeddings
+    mtp = None
+    if config.mtp_num_hidden_layers:
+        layers = tuple(_layer_spec(config, "full_attention") for _ in range(config.mtp_num_hidden_layers))
+        norms = {name: norm_spec(hidden, "zeros") for name in ("embed_norm", "hidden_norm", "norm")}
+        mtp = unchecked(Mtp, fc=linear_spec(2 * hidden, hidden), layers=layers, **norms)
+    return unchecked(
+        Qwen35Params,
+        embed=unchecked(Embedding, weight=TensorSpec((config.vocab_size, hidden)), head=None),
+        layers=tuple(_layer_spec(config, kind) for kind in config.layer_types),
+        norm=norm_spec(hidden, "zeros"),
+        head=None if tied else linear_spec(hidden, config.vocab_size),
+        mtp=mtp,
+    )
+
+
+def _layer_spec(config: Qwen35Config, kind: str) -> Layer:
+    hidden = config.hidden_size
+    if kind == "full_attention":
+        attn = gated_attention_spec(hidden, config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    else:
+        attn = delta_net_spec(hidden, **_delta_sizes(config))
+    if config.num_experts:
+        inner, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
+        feed = moe_spec(hidden, config.num_experts, inner, shared)
+    else:
+        feed = mlp_spec(hidden, config.intermediate_size)
+    norms = {name: norm_spec(hidden, "zeros") for name in ("input_norm", "post_norm")}
+    return unchecked(Layer, attn=attn, mlp=feed, **norms)
+
+
+def _delta_sizes(config: Qwen35Config) -> dict[str, int]:
+    return {
+        "k_heads": config.linear_num_key_heads, "v_heads": config.linear_num_value_heads,
+        "k_dim": config.linear_key_head_dim, "v_dim": config.linear_value_head_dim,
+        "width": config.linear_conv_kernel_dim,
+    }  # fmt: skip
+
+
+def init_entries(
+    config: Qwen35Config, rows: int, pages: int, page_size: int,
+    dtype: torch.dtype, recurrent_dtype: torch.dtype, device: torch.device,
+) -> tuple[Entry, ...]:  # fmt: skip
+    """One empty entry a layer."""
+
+    def entry(kind: str) -> Entry:
+        if kind == "full_attention":
+            return key_value_pages(pages, page_size, config.num_key_value_heads, config.head_dim, dtype, device)
+        return delta_net_state(rows, **_delta_sizes(config), dtype=dtype, recurrent_dtype=recurrent_dtype, device=device)
+
+    return tuple(entry(kind) for kind in config.layer_types)
+
+
+def forward(
+    config: Qwen35Config,
+    params: Qwen35Params,
+    state: State | None,
+    batch: Batch,
+    *,
+    logits: LogitsOf = "all",
+    outputs: Sequence[str] = (),
+    keep_steps: bool = False,
+) -> tuple[Output, State | None]:
+    """Logits and final hidden of the batch's tokens, and the state that holds them too. See `Model.forward`."""
+    step = begin(state, batch, keep_steps)
+    taps = Taps(outputs)
+    rotary = _rotary(config, batch, step)
+    eps = config.rms_norm_eps
+    entries: list[Entry | None] = []
+
+    x = ops.embedding(batch.tokens, params.embed.weight)
+    normed = ops.gemma_rms_norm(x, params.layers[0].input_norm.weight, eps=eps)
+    next_norms = [layer.input_norm for layer in params.layers[1:]] + [params.norm]
+    for index, (layer, next_norm) in enumerate(zip(params.layers, next_norms, strict=True)):
+        past = None if step.past is None else step.past[index]
+        mixed, entry = _mix(config, layer.attn, normed, past, step, rotary)
+        normed, x = ops.add_gemma_rms_norm(mixed, x, layer.post_norm.weight, eps=eps)
+        fed = _feed_forward(config, layer.mlp, normed, index, taps)
+        normed, x = ops.add_gemma_rms_norm(fed, x, next_norm.weight, eps=eps)
+        taps.offer(f"layers.{index}", x)
+        entries.append(entry)
+    head = params.embed.head if params.head is None else params.head.weight
+    head = params.embed.weight if head is None else head
+    return Output(head_logits(normed, head, step, logits), normed, taps.taken()), finish(step, entries)
+
+
+def _rotary(config: Qwen35Config, batch: Batch, step: Step) -> tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]]:
+    sizes: dict[str, Any] = {"rotary_dim": config.rotary_dim, "theta": config.rope_theta}
+    if batch.positions is None:
+        return ops.rotary_angles(step.positions, **sizes)
+    return ops.mrope_angles(batch.positions, sections=config.mrope_section, **sizes)
+
+
+def _mix(
+    config: Qwen35Config, params: DeltaNet | GatedAttention, x: Float[Tensor, "tokens hidden"], past: Any, step: Step,
+    rotary: tuple[Tensor, Tensor],
+) -> tuple[Float[Tensor, "tokens hidden"], Entry | None]:  # fmt: skip
+    if isinstance(params, GatedAttention):
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        return gated_attention(params, x, past, step, rotary, heads=heads, kv_heads=kv_heads, eps=config.rms_norm_eps)
+    k_heads, k_dim = config.linear_num_key_heads, config.linear_key_head_dim
+    return delta_net(params, x, past, step, k_heads=k_heads, k_dim=k_dim, eps=config.rms_norm_eps)
+
+
+def _feed_forward(
+    config: Qwen35Config, params: Mlp | SharedExpertMoe, x: Float[Tensor, "tokens hidden"], index: int, taps: Taps
+) -> Float[Tensor, "tokens hidden"]:
+    if isinstance(params, Mlp):
+        return mlp(params, x)
+    y, routing = moe(params, x, top_k=config.num_experts_per_tok)
+    taps.offer(f"layers.{index}.router", routing)
+    return y

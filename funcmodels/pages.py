@@ -1,0 +1,84 @@
+"""Host side of a page pool: who holds which page.
+
+A pool hands out page ids; page 0 is scratch and never handed out. A row holds its pages through a lease, shared by
+all versions of its state. When the last state with a lease is dropped, or the lease is ended by `release`, its pages
+return to the pool.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from .errors import OutOfPages
+
+
+class PagePool:
+    """Counts references to the pages 1..`pages` of one pool.
+
+    An `owned` pool belongs to rows that each hold all the pages they can ever need, from the start.
+    """
+
+    def __init__(self, pages: int, owned: bool) -> None:
+        self.pages = pages
+        self.owned = owned
+        self._references = [0] * (pages + 1)
+        self._free = list(range(1, pages + 1))
+
+    @property
+    def free(self) -> int:
+        """How many pages nobody holds."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """The `count` lowest free pages, now held once."""
+        if count > len(self._free):
+            raise OutOfPages(
+                f"{count} more pages are needed and {len(self._free)} of {self.pages} are free; release or drop states "
+                "that are no longer needed, or give init_state(pages=...) more"
+            )
+        taken = [heapq.heappop(self._free) for _ in range(count)]
+        for page in taken:
+            self._references[page] = 1
+        return taken
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Hold each of `pages` once more."""
+        for page in pages:
+            self._references[page] += 1
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Hold each of `pages` once less; free those that nobody holds."""
+        for page in pages:
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                heapq.heappush(self._free, page)
+
+
+class Lease:
+    """The pages of one row, in order. Grows as the row does; ends once."""
+
+    def __init__(self, pool: PagePool, pages: Sequence[int] = ()) -> None:
+        self.pool = pool
+        self.pages = tuple(pages)
+        self.ended = False
+
+    def grow(self, count: int) -> None:
+        """Take `count` more pages."""
+        self.pages += tuple(self.pool.take(count))
+
+    def end(self) -> None:
+        """Return the pages. A second call does nothing."""
+        if not self.ended:
+            self.ended = True
+            self.pool.give_back(self.pages)
+
+    def move(self) -> Lease:
+        """End this lease and hand its pages to a new one."""
+        self.pool.share(self.pages)
+        moved = Lease(self.pool, self.pages)
+        self.end()
+        return moved
+
+    def __del__(self) -> None:
+        self.end()

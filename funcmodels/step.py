@@ -1,0 +1,134 @@
+"""One forward's view of its rows: `begin` works it out once from state and batch, `finish` makes the new state.
+
+Everything a layer needs to know beside its own parameters and past is in a `Step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from lowering.host import HostLengths
+from lowering.ops.ragged import row_of_token
+from torch import Tensor
+from torch._C._functorch import get_interpreter_stack, is_functorch_wrapped_tensor
+
+from .batch import Batch, check_room
+from .errors import StaleStateError, StateError
+from .state import Entry, State, check_usable, grown, host_lengths, reserve
+from .token_log import TokenLog, stale_rows, written
+
+MAX_KEPT_STEPS = 8
+"""Most tokens a row may offer with `keep_steps`: what Ascend's recurrent delta-rule operator serves in one call."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The rows of one forward.
+
+    `row` is each token's row (padding: the scratch row), `positions` its place in the row, `slots` where its
+    appended entries go. `lengths` count the new tokens. Without a state, `slots`, `lengths` and `page_table` are None.
+    """
+
+    query_start: Int[Tensor, " ends"]
+    positions: Int[Tensor, " tokens"]
+    row: Int[Tensor, " tokens"]
+    max_query: int
+    uniform: bool
+    keep_steps: bool
+    lengths: Int[Tensor, " rows"] | None = None
+    page_table: Int[Tensor, "rows max_pages"] | None = None
+    slots: Int[Tensor, " tokens"] | None = None
+    host: HostLengths | None = None
+    log: TokenLog | None = None
+    state: State | None = None
+    counts: tuple[int, ...] = ()
+
+    @property
+    def past(self) -> tuple[Entry | None, ...] | None:
+        """The layers' entries before this forward, None without a state."""
+        return None if self.state is None else self.state.layers
+
+
+def begin(state: State | None, batch: Batch, keep_steps: bool = False) -> Step:
+    """Check the call, reserve pages, and lay out the rows."""
+    tokens = batch.tokens.shape[0]
+    row = _rows_of(batch)
+    if state is None:
+        if keep_steps:
+            raise StateError("keep_steps=True needs a state to commit; pass one, or leave keep_steps out")
+        offset = torch.arange(tokens, device=row.device) - batch.query_start[row.clamp(max=batch.rows - 1)]
+        return Step(batch.query_start, offset, row, batch.max_query, batch.uniform, False)
+    counts = _checked_counts(state, batch, keep_steps)
+    state = reserve(state, counts)
+    new = batch.query_start.diff()
+    first = torch.cat((state.lengths, state.lengths.new_zeros(1)))
+    start = batch.query_start
+    positions = first[row] + torch.arange(tokens, device=row.device, dtype=torch.int32) - start[row]
+    slots = _slots(state, row, positions)
+    log = state.log
+    if log is not None:
+        _check_fresh(state, log)
+        log = written(log, batch.tokens, positions, slots, row, batch.query_start)
+    return Step(
+        start, positions, row, batch.max_query, batch.uniform, keep_steps, state.lengths + new, state.page_table,
+        slots, host_lengths(state, counts), log, state, counts,
+    )  # fmt: skip
+
+
+def finish(step: Step, layers: Sequence[Entry | None]) -> State | None:
+    """The state after the forward, with the layers' new entries."""
+    if step.state is None:
+        return None
+    entries = tuple(entry for entry in layers if entry is not None)
+    return grown(step.state, entries, step.log, step.query_start.diff(), step.counts, step.keep_steps)
+
+
+def _rows_of(batch: Batch) -> Tensor:
+    tokens = batch.tokens.shape[0]
+    if batch.uniform and batch.max_query == 1:
+        return torch.arange(tokens, device=batch.tokens.device)
+    return row_of_token(batch.query_start, tokens)
+
+
+def _checked_counts(state: State, batch: Batch, keep_steps: bool) -> tuple[int, ...]:
+    check_usable(state)
+    _check_transforms(state)
+    counts = batch.counts or (batch.max_query,) * batch.rows
+    check_room(state, counts)
+    if keep_steps and batch.max_query > MAX_KEPT_STEPS:
+        raise ValueError(
+            f"keep_steps=True with {batch.max_query} new tokens in a row; at most {MAX_KEPT_STEPS} can be kept. "
+            "Run the prompt without keep_steps, then the window to verify with it"
+        )
+    return counts
+
+
+def _check_transforms(state: State) -> None:
+    if get_interpreter_stack() and not is_functorch_wrapped_tensor(state.lengths):
+        raise StateError(
+            "a state made outside a function transform cannot be written inside it; pass state=None to "
+            "train or score, or make the state inside the transformed function"
+        )
+
+
+def _slots(state: State, row: Tensor, positions: Tensor) -> Tensor:
+    page, offset = positions // state.page_size, positions % state.page_size
+    live = row < state.rows
+    table = state.page_table[row.clamp(max=state.rows - 1), torch.where(live, page, 0).long()]
+    # Padding goes to the scratch page, spread over it, at slots that no row ever reads.
+    scratch = torch.arange(row.shape[0], device=row.device) % state.page_size
+    return torch.where(live, table.long() * state.page_size + offset, scratch)
+
+
+def _check_fresh(state: State, log: TokenLog) -> None:
+    if torch._C._len_torch_dispatch_stack():
+        return
+    for row, stale in enumerate(stale_rows(log, state.page_table, state.lengths).tolist()):
+        if stale:
+            raise StaleStateError(
+                f"row {row} of this state is stale: another continuation of the same state has overwritten its newest "
+                "tokens; fork(state) before continuing it twice"
+            )

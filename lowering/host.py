@@ -1,0 +1,24 @@
+"""What the host knows about a batch's rows, for kernels whose operators take lists instead of tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HostLengths:
+    """Row lengths and page ids as Python values, so that nothing is read back from the device.
+
+    `query[r]` is the number of new tokens of row r, `length[r]` its length with them: exact, or an upper bound when
+    `exact` is false (after a commit whose accepted counts stayed on the device). `pages[r]` are the page ids that
+    row r holds, in order. It takes no part in a tree's structure and only `exact` can sway a choice of kernel.
+    """
+
+    query: tuple[int, ...]
+    length: tuple[int, ...]
+    pages: tuple[tuple[int, ...], ...]
+    exact: bool
+
+    def static_key(self) -> bool:
+        """What a choice of kernel may depend on."""
+        return self.exact

@@ -1,0 +1,197 @@
+"""Ops and kernels, and the one loop that chooses between them.
+
+An op is a typed function whose body is its reference. Kernels are registered beside it and must have the same
+signature. A call looks up the choice by its static signature (shapes, dtypes, device, static arguments, policy,
+target); the first call of a signature runs the loop in `Op.choose`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from params import tree
+from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
+
+from . import registry
+from . import target as targets
+from .errors import LoweringError
+from .policy import MODE, Mode
+from .target import TARGETS, Target
+
+F = TypeVar("F", bound=Callable[..., Any])
+Refusal = Callable[..., "str | None"]
+
+REFERENCE = "torch"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to run an op.
+
+    `refuse(*args, **kwargs)` reads shapes, dtypes and static arguments and returns `None`, or one sentence with the
+    limit in it. `host_reads` marks a kernel that reads tensor values on the host: it is refused while a program is
+    being traced or mapped. `prepare(weight)` makes, once, the weight layout that the kernel wants.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    targets: tuple[str, ...]
+    refuse: Refusal | None = None
+    host_reads: bool = False
+    prepare: Callable[[Any], Any] | None = None
+
+    def serves(self, target: Target) -> bool:
+        """Whether the kernel was written for this target."""
+        return target.name in self.targets
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel that a call gets, and for each kernel tried before it the reason it was refused."""
+
+    op: str
+    kernel: Kernel
+    refused: dict[str, str]
+    target: Target
+
+
+class Op:
+    """A dispatchable function. Call it; `explain` it; register kernels on it with `kernel`."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, body)
+        self.name = body.__name__
+        self.body = body
+        self.signature = inspect.signature(body)
+        reference = Kernel(REFERENCE, body, tuple(TARGETS))
+        self.kernels: dict[str, Kernel] = {REFERENCE: reference}
+        self._choices: dict[Any, Choice] = {}
+        registry.add(self)
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}: kernels {', '.join(self.kernels)}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mode = MODE.get()
+        key = (mode.key, _surroundings(), *map(_static, args), *kwargs, *map(_static, kwargs.values()))
+        choice = self._choices.get(key)
+        if choice is None:
+            choice = self._choices[key] = self.choose(mode, key[1], args, kwargs)
+        if mode.report is not None:
+            mode.report.add(choice, args, kwargs)
+        if mode.dry and choice.kernel.host_reads:
+            return self.body(*args, **kwargs)
+        return choice.kernel.run(*args, **kwargs)
+
+    def kernel(
+        self,
+        name: str,
+        *,
+        targets: tuple[str, ...],
+        refuse: Refusal | None = None,
+        host_reads: bool = False,
+        prepare: Callable[[Any], Any] | None = None,
+    ) -> Callable[[F], F]:
+        """Register a kernel. Kernels are tried in the order registered, the reference last."""
+
+        def register(run: F) -> F:
+            if name in self.kernels:
+                raise LoweringError(f"{self.name}: kernel {name!r} is registered twice")
+            if list(inspect.signature(run).parameters) != list(self.signature.parameters):
+                raise LoweringError(
+                    f"{self.name}: kernel {name!r} takes {inspect.signature(run)}, the op takes {self.signature}"
+                )
+            added = Kernel(name, run, targets, refuse, host_reads, prepare)
+            reference = self.kernels.pop(REFERENCE)
+            self.kernels |= {name: added, REFERENCE: reference}
+            self._choices.clear()
+            return run
+
+        return register
+
+    def kernel_named(self, name: str) -> Kernel:
+        """The kernel called `name`, or `LoweringError` listing those there are."""
+        if name not in self.kernels:
+            raise LoweringError(f"{self.name}: no kernel {name!r}; there are: {', '.join(self.kernels)}")
+        return self.kernels[name]
+
+    def explain(self, *args: Any, target: str | Target | None = None, **kwargs: Any) -> Choice:
+        """The choice for this call, without running it."""
+        mode = MODE.get()
+        chosen = mode.target if target is None else targets.named(target)
+        return self.choose(Mode(mode.policy, chosen, dry=mode.dry), _surroundings(), args, kwargs)
+
+    def choose(self, mode: Mode, surroundings: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        """Try the kernels in order; `LoweringError` when the policy leaves none."""
+        target = mode.target or targets.of_device(_device(args, kwargs))
+        asked = mode.policy.prefer.get(self.name)
+        tried = [self.kernel_named(asked)] if asked else list(self.kernels.values())
+        refused: dict[str, str] = {}
+        for kernel in tried:
+            if kernel.name == REFERENCE and mode.policy.strict and asked is None:
+                refused[kernel.name] = "strict=True leaves the Torch reference out"
+                continue
+            reason = _refusal(kernel, target, "" if mode.dry else surroundings, args, kwargs)
+            if reason is None:
+                return Choice(self.name, kernel, refused, target)
+            refused[kernel.name] = reason
+        raise LoweringError(_no_kernel(self, target, asked, refused, args, kwargs))
+
+
+def op(body: Callable[..., Any]) -> Op:
+    """Make a typed function an op: its body is the reference, its name the name users type."""
+    return Op(body)
+
+
+def _refusal(kernel: Kernel, target: Target, surroundings: str, args: Any, kwargs: Any) -> str | None:
+    if not kernel.serves(target):
+        return f"serves {', '.join(kernel.targets)}; target is {target.name}"
+    if kernel.host_reads and surroundings:
+        return f"reads lengths or ids on the host, which {surroundings} does not allow"
+    return None if kernel.refuse is None else kernel.refuse(*args, **kwargs)
+
+
+def _no_kernel(op: Op, target: Target, asked: str | None, refused: dict[str, str], args: Any, kwargs: Any) -> str:
+    names = list(op.signature.parameters)
+    shown = [f"{name}={tree.describe(value)}" for name, value in zip(names, args, strict=False)]
+    shown += [f"{name}={tree.describe(value)}" for name, value in kwargs.items()]
+    head = f"kernel {asked!r} was asked for by name" if asked else "no kernel takes this call"
+    reasons = "\n".join(f"  {name}: {reason}" for name, reason in refused.items())
+    called = f"  called with {', '.join(shown)}"
+    others = [name for name, kernel in op.kernels.items() if name != asked and kernel.serves(target)]
+    fix = f"  to fix: change the call, or ask for another kernel: {', '.join(others) or 'none'}"
+    return f"{op.name}: {head} on target {target.name}\n{reasons}\n{called}\n{fix}"
+
+
+def _static(value: Any) -> Any:
+    """What the choice may depend on: never values."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device
+    if isinstance(value, tuple):
+        return tuple(map(_static, value))
+    key = getattr(value, "static_key", None)
+    return value if key is None else key()
+
+
+def _surroundings() -> str:
+    """Why host reads are not allowed here, or an empty string."""
+    if torch._C._len_torch_dispatch_stack():
+        return "tracing"
+    stack = get_interpreter_stack()
+    if stack and any(level.key() == TransformType.Vmap for level in stack):
+        return "vmap"
+    return ""
+
+
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    for value in (*args, *kwargs.values()):
+        device = getattr(value, "device", None)
+        if isinstance(device, torch.device):
+            return device
+    raise LoweringError("an op was called without any tensor, so its target cannot be known; name one with use()")

@@ -1,0 +1,111 @@
+"""The gated delta rule: linear attention whose state forgets by a gate and is corrected by a delta.
+
+Per value head, with S [v_dim k_dim] (value-major), log decay g <= 0 and write strength beta:
+    S <- exp(g) S;   u = beta (v - S k);   S <- S + u k^T;   o = S q
+Queries and keys come normalised and scaled (`l2_norm`). Value head h uses key head h // (v_heads / k_heads).
+Source: Gated Delta Networks (arXiv 2412.06464), as in the Qwen3.5 linear-attention layers.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from params.tree import tree
+from torch import Tensor
+
+from ..op import op
+from .ragged import to_flat, to_rectangle
+
+
+@op
+def l2_norm(x: Float[Tensor, "*lead dim"], *, scale: float = 1.0, eps: float = 1e-6) -> Float[Tensor, "*lead dim"]:
+    """scale * x * rsqrt(sum of squares + eps), in float32, rounded once."""
+    wide = x.float()
+    return (wide * (scale * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps))).to(x.dtype)
+
+
+@op
+def delta_gates(
+    a: Float[Tensor, "tokens v_heads"],
+    b: Float[Tensor, "tokens v_heads"],
+    a_log: Float[Tensor, " v_heads"],
+    dt_bias: Float[Tensor, " v_heads"],
+) -> tuple[Float[Tensor, "tokens v_heads"], Float[Tensor, "tokens v_heads"]]:
+    """Log decay -exp(a_log) * softplus(a + dt_bias) and write strength sigmoid(b), both float32."""
+    decay = -a_log.float().exp() * F.softplus(a.float() + dt_bias.float())
+    return decay, b.sigmoid().float()
+
+
+@tree
+class DeltaTrail:
+    """Enough to stand after any of the newest tokens: the state before them and what each wrote."""
+
+    before: Float[Tensor, "slots v_heads v_dim k_dim"]
+    keys: Float[Tensor, "rows steps v_heads k_dim"]
+    updates: Float[Tensor, "rows steps v_heads v_dim"]
+    decay: Float[Tensor, "rows steps v_heads"]
+
+    def at(self, accepted: Int[Tensor, " rows"]) -> Float[Tensor, "slots v_heads v_dim k_dim"]:
+        """The state after the first `accepted` of each row's new tokens: one short replay."""
+        return replay_delta(self.before, self.keys, self.updates, self.decay, accepted)
+
+
+@op
+def replay_delta(
+    before: Float[Tensor, "slots v_heads v_dim k_dim"],
+    keys: Float[Tensor, "rows steps v_heads k_dim"],
+    updates: Float[Tensor, "rows steps v_heads v_dim"],
+    decay: Float[Tensor, "rows steps v_heads"],
+    accepted: Int[Tensor, " rows"],
+) -> Float[Tensor, "slots v_heads v_dim k_dim"]:
+    """Apply the first `accepted` recorded updates of each row to the state before them."""
+    step = torch.arange(keys.shape[1], device=keys.device)
+    taken = (step < accepted[:, None])[..., None]
+    since = torch.where(taken, decay, 0).cumsum(1)
+    total = since[:, -1]
+    # What an update has left at the end: the decay of the accepted steps after it.
+    left = torch.where(taken, total[:, None] - since, -torch.inf).exp()
+    wide = before[: keys.shape[0]].float() * total.exp()[..., None, None]
+    wide = wide + torch.einsum("rshv,rshk->rhvk", updates * left[..., None], keys)
+    return torch.cat((wide.to(before.dtype), before[keys.shape[0] :]))
+
+
+@op
+def gated_delta_rule(
+    q: Float[Tensor, "tokens k_heads k_dim"],
+    k: Float[Tensor, "tokens k_heads k_dim"],
+    v: Float[Tensor, "tokens v_heads v_dim"],
+    decay: Float[Tensor, "tokens v_heads"],
+    beta: Float[Tensor, "tokens v_heads"],
+    state: Float[Tensor, "slots v_heads v_dim k_dim"] | None,
+    query_start: Int[Tensor, " ends"],
+    *,
+    max_query: int,
+    uniform: bool,
+    keep_steps: bool,
+) -> tuple[Float[Tensor, "tokens v_heads v_dim"], Float[Tensor, "slots v_heads v_dim k_dim"] | None, DeltaTrail | None]:
+    """Outputs of every token, and the state after each row's last one (the recurrence, token by token).
+
+    Slots are rows plus one scratch slot, the last. With `keep_steps` the old state and a trail are returned instead.
+    `state=None` starts from zeros and keeps nothing. The state is carried in float32 and stored in its own dtype.
+    """
+    rows_of = (to_rectangle(x.float(), query_start, max_query, uniform) for x in (q, k, v, decay, beta))
+    q3, k3, v3, g, b = rows_of
+    shared = v.shape[1] // k.shape[1]
+    q3, k3 = q3.repeat_interleave(shared, 2), k3.repeat_interleave(shared, 2)
+    rows = q3.shape[0]
+    before = q3.new_zeros(rows, v.shape[1], v.shape[2], k.shape[2]) if state is None else state[:rows].float()
+    outputs, updates, now = [], [], before
+    for step in range(max_query):
+        now = now * g[:, step].exp()[..., None, None]
+        update = b[:, step, :, None] * (v3[:, step] - torch.einsum("rhvk,rhk->rhv", now, k3[:, step]))
+        now = now + update[..., None] * k3[:, step, :, None]
+        outputs.append(torch.einsum("rhvk,rhk->rhv", now, q3[:, step]))
+        updates.append(update)
+    out = to_flat(torch.stack(outputs, 1), query_start, q.shape[0], uniform).to(v.dtype)
+    if state is None:
+        return out, None, None
+    if keep_steps:
+        return out, state, DeltaTrail(state, k3, torch.stack(updates, 1), g)
+    return out, torch.cat((now.to(state.dtype), state[rows:])), None

@@ -1,0 +1,41 @@
+"""Mixture of experts: routing, and the routed experts' feed-forward."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..op import op
+from .mlp import swiglu
+
+
+@op
+def route_softmax(
+    logits: Float[Tensor, "tokens experts"], *, top_k: int
+) -> tuple[Float[Tensor, "tokens choices"], Int[Tensor, "tokens choices"]]:
+    """The `top_k` experts of each token and their weights: float32 softmax over all experts, renormalised over those
+    chosen, rounded to the logits' dtype (Qwen3.5-MoE)."""
+    weights, ids = logits.float().softmax(-1).topk(top_k, -1)
+    return (weights / weights.sum(-1, keepdim=True)).to(logits.dtype), ids
+
+
+@op
+def experts(
+    x: Float[Tensor, "tokens hidden"],
+    weights: Float[Tensor, "tokens choices"],
+    ids: Int[Tensor, "tokens choices"],
+    gate_up: Float[Tensor, "experts twice_inner hidden"],
+    down: Float[Tensor, "experts hidden inner"],
+) -> Float[Tensor, "tokens hidden"]:
+    """Sum over each token's experts of weight * down(swiglu(gate_up x)), in the order of expert ids.
+
+    The reference sends every token through every expert, with weight zero where it was not chosen.
+    """
+    out = torch.zeros_like(x)
+    for expert in range(gate_up.shape[0]):
+        weight = torch.where(ids == expert, weights, 0).sum(-1, keepdim=True)
+        y = swiglu.body(x @ gate_up[expert].mT) @ down[expert].mT
+        # A token that did not choose the expert must not meet its value: an overflow there would be 0 * inf.
+        out = out + torch.where(weight != 0, y * weight, 0)
+    return out

@@ -1,0 +1,114 @@
+"""Root-mean-square norms. Four conventions coexist in the model families; each is an op of its own.
+
+In all of them the mean of squares is taken in float32 and eps is added to it, inside the reciprocal root.
+`*_rstd` forms also return the reciprocal deviation, `add_*` forms the sum that was normalised.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from ..op import op
+
+Activation = Literal["silu", "sigmoid"]
+
+
+def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return wide * rstd, rstd
+
+
+@op
+def rms_norm(x: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"], *, eps: float) -> Float[Tensor, "*lead dim"]:
+    """Unit root mean square, rounded to x's dtype, then times the weight (DeepSeek-V2, Kimi, Qwen3)."""
+    return _normalise(x, eps)[0].to(x.dtype) * weight
+
+
+@op
+def rms_norm_rstd(
+    x: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"], *, eps: float
+) -> tuple[Float[Tensor, "*lead dim"], Float[Tensor, "*lead 1"]]:
+    """`rms_norm`, and the float32 reciprocal deviation of each row."""
+    unit, rstd = _normalise(x, eps)
+    return unit.to(x.dtype) * weight, rstd
+
+
+@op
+def add_rms_norm(
+    x: Float[Tensor, "*lead dim"], residual: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"], *, eps: float
+) -> tuple[Float[Tensor, "*lead dim"], Float[Tensor, "*lead dim"]]:
+    """`rms_norm` of the rounded sum x + residual, and that sum."""
+    total = x + residual
+    return rms_norm.body(total, weight, eps=eps), total
+
+
+@op
+def gemma_rms_norm(
+    x: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"], *, eps: float
+) -> Float[Tensor, "*lead dim"]:
+    """Unit root mean square times (1 + weight), all in float32, rounded once (Gemma3, Qwen3.5)."""
+    return (_normalise(x, eps)[0] * (1 + weight.float())).to(x.dtype)
+
+
+@op
+def gemma_rms_norm_rstd(
+    x: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"], *, eps: float
+) -> tuple[Float[Tensor, "*lead dim"], Float[Tensor, "*lead 1"]]:
+    """`gemma_rms_norm`, and the float32 reciprocal deviation of each row."""
+    unit, rstd = _normalise(x, eps)
+    return (unit * (1 + weight.float())).to(x.dtype), rstd
+
+
+@op
+def add_gemma_rms_norm(
+    x: Float[Tensor, "*lead dim"], residual: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"], *, eps: float
+) -> tuple[Float[Tensor, "*lead dim"], Float[Tensor, "*lead dim"]]:
+    """`gemma_rms_norm` of the rounded sum x + residual, and that sum."""
+    total = x + residual
+    return gemma_rms_norm.body(total, weight, eps=eps), total
+
+
+@op
+def gated_rms_norm(
+    x: Float[Tensor, "*lead dim"],
+    gate: Float[Tensor, "*lead dim"],
+    weight: Float[Tensor, " dim"],
+    *,
+    eps: float,
+    activation: Activation,
+) -> Float[Tensor, "*lead dim"]:
+    """Norm first, gate second, with a rounding between: weight * cast(unit x), times act(gate) (gated delta net)."""
+    scaled = weight * _normalise(x, eps)[0].to(x.dtype)
+    return (scaled.float() * _activate(gate.float(), activation)).to(x.dtype)
+
+
+@op
+def gated_rms_norm_fp32(
+    x: Float[Tensor, "*lead dim"],
+    gate: Float[Tensor, "*lead dim"],
+    weight: Float[Tensor, " dim"],
+    *,
+    eps: float,
+    activation: Activation,
+) -> Float[Tensor, "*lead dim"]:
+    """weight * unit x * act(gate), all in float32, rounded once (Kimi delta attention)."""
+    return (weight.float() * _normalise(x, eps)[0] * _activate(gate.float(), activation)).to(x.dtype)
+
+
+@op
+def grouped_gemma_rms_norm(
+    x: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"], *, groups: int, eps: float
+) -> Float[Tensor, "*lead dim"]:
+    """`gemma_rms_norm` with an own mean of squares for each of `groups` equal parts of the last axis (Qwen4 streams)."""
+    unit = _normalise(x.unflatten(-1, (groups, -1)), eps)[0].flatten(-2)
+    return (unit * (1 + weight.float())).to(x.dtype)
+
+
+def _activate(x: Tensor, activation: Activation) -> Tensor:
+    return F.silu(x) if activation == "silu" else torch.sigmoid(x)

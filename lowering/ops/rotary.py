@@ -1,0 +1,82 @@
+"""Rotary position embedding: angles from positions, and their application to queries and keys.
+
+Angles are computed in float32. `rotary` turns the halves of the first channels (pairs i, i + rotary_dim/2) and leaves
+the others as they are; `rotary_interleaved` turns neighbours (pairs 2i, 2i + 1), as multi-head latent attention does.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..op import op
+
+
+def _inverse_frequencies(rotary_dim: int, theta: float, device: torch.device) -> Tensor:
+    exponents = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float32) / rotary_dim
+    return 1.0 / theta**exponents
+
+
+@op
+def rotary_angles(
+    positions: Int[Tensor, " tokens"], *, rotary_dim: int, theta: float
+) -> tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]]:
+    """Cosine and sine of position * theta^(-2i/rotary_dim), for i < rotary_dim/2."""
+    angles = positions.float()[:, None] * _inverse_frequencies(rotary_dim, theta, positions.device)
+    return angles.cos(), angles.sin()
+
+
+@op
+def mrope_angles(
+    positions: Int[Tensor, "axes tokens"], *, rotary_dim: int, theta: float, sections: tuple[int, int, int]
+) -> tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]]:
+    """`rotary_angles` with three positions a token (time, height, width), interleaved over the frequencies.
+
+    Frequency i takes height if i % 3 == 1 and i < 3 * sections[1], width if i % 3 == 2 and i < 3 * sections[2], else
+    time (`mrope_section` with `mrope_interleaved` of the Qwen3.5 config).
+    """
+    index = torch.arange(rotary_dim // 2, device=positions.device)
+    height = (index % 3 == 1) & (index < 3 * sections[1])
+    width = (index % 3 == 2) & (index < 3 * sections[2])
+    time, high, wide = positions.float()[:, :, None].unbind(0)
+    chosen = torch.where(height, high, torch.where(width, wide, time))
+    angles = chosen * _inverse_frequencies(rotary_dim, theta, positions.device)
+    return angles.cos(), angles.sin()
+
+
+@op
+def rotary(
+    q: Float[Tensor, "tokens heads head_dim"],
+    k: Float[Tensor, "tokens kv_heads head_dim"],
+    cos: Float[Tensor, "tokens half"],
+    sin: Float[Tensor, "tokens half"],
+) -> tuple[Float[Tensor, "tokens heads head_dim"], Float[Tensor, "tokens kv_heads head_dim"]]:
+    """Rotate the first 2 * half channels of queries and keys, pairs (i, i + half); the rest pass bit for bit."""
+    cos, sin = cos.to(q.dtype)[:, None], sin.to(q.dtype)[:, None]
+    return _rotate_halves(q, cos, sin), _rotate_halves(k, cos, sin)
+
+
+def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), -1)
+
+
+@op
+def rotary_interleaved(
+    q: Float[Tensor, "tokens heads head_dim"],
+    k: Float[Tensor, "tokens kv_heads head_dim"],
+    cos: Float[Tensor, "tokens half"],
+    sin: Float[Tensor, "tokens half"],
+) -> tuple[Float[Tensor, "tokens heads head_dim"], Float[Tensor, "tokens kv_heads head_dim"]]:
+    """Rotate the first 2 * half channels as complex pairs (2i, 2i + 1), in float32, keeping the pair layout."""
+    cos, sin = cos[:, None], sin[:, None]
+    return _rotate_pairs(q, cos, sin), _rotate_pairs(k, cos, sin)
+
+
+def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    width = 2 * cos.shape[-1]
+    even, odd = x[..., 0:width:2].float(), x[..., 1:width:2].float()
+    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+    return torch.cat((turned.to(x.dtype), x[..., width:]), -1)

@@ -1,0 +1,63 @@
+"""Causal depthwise convolution over the last few tokens of each row, with the window carried between calls."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from params.tree import tree
+from torch import Tensor
+
+from ..op import op
+from .ragged import to_flat, to_rectangle
+
+
+@tree
+class WindowTrail:
+    """Enough to stand after any of the newest tokens: the old window followed by the new inputs of each row."""
+
+    inputs: Float[Tensor, "slots steps channels"]
+
+    def at(self, accepted: Int[Tensor, " rows"], past: int) -> Float[Tensor, "slots past channels"]:
+        """The window after the first `accepted` of each row's new tokens: one gather."""
+        return _window_after(self.inputs, accepted, past)
+
+
+@op
+def short_conv(
+    x: Float[Tensor, "tokens channels"],
+    weight: Float[Tensor, "channels width"],
+    window: Float[Tensor, "slots past channels"] | None,
+    query_start: Int[Tensor, " ends"],
+    *,
+    max_query: int,
+    uniform: bool,
+    keep_steps: bool,
+) -> tuple[Float[Tensor, "tokens channels"], Float[Tensor, "slots past channels"] | None, WindowTrail | None]:
+    """silu(sum_j weight[:, j] * x at t - (width - 1) + j), the window supplying the width - 1 tokens before the first.
+
+    Slots are rows plus one scratch slot, the last. Returns the output, the window after each row's last token, and
+    with `keep_steps` the old window and a trail instead. `window=None` starts from zeros and keeps nothing.
+    """
+    new = to_rectangle(x, query_start, max_query, uniform)
+    rows, width = new.shape[0], weight.shape[1]
+    past = new.new_zeros(rows, width - 1, x.shape[1]) if window is None else window[:rows].to(x.dtype)
+    inputs = torch.cat((past, new), 1)
+    y = sum(inputs[:, tap : tap + max_query].float() * weight[:, tap].float() for tap in range(width))
+    y = to_flat(F.silu(y).to(x.dtype), query_start, x.shape[0], uniform)
+    if window is None:
+        return y, None, None
+    if keep_steps:
+        return y, window, WindowTrail(_with_scratch(inputs))
+    return y, _window_after(_with_scratch(inputs), query_start.diff(), width - 1).to(window.dtype), None
+
+
+def _with_scratch(x: Tensor) -> Tensor:
+    return F.pad(x, (0, 0) * (x.ndim - 1) + (0, 1))
+
+
+def _window_after(inputs: Tensor, accepted: Tensor, past: int) -> Tensor:
+    """inputs [slots past+steps channels] cut to the `past` entries that end after `accepted` new ones."""
+    accepted = F.pad(accepted, (0, 1))
+    index = accepted[:, None] + torch.arange(past, device=inputs.device)
+    return inputs.gather(1, index[..., None].expand(-1, -1, inputs.shape[2]))

@@ -1,0 +1,92 @@
+"""Policies: which kernels a caller asks for, and the calling mode that every op reads.
+
+A policy is a value. It is set for a block of code with `use`, or for a process with the environment variable
+`FUNCMODELS_LOWERING="linear=torch,attention=torch_sdpa"`. A kernel asked for by name runs or raises; it never falls
+back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from . import target as targets
+from .errors import LoweringError
+from .target import Target
+
+if TYPE_CHECKING:
+    from .report import Report
+
+ENVIRONMENT = "FUNCMODELS_LOWERING"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Kernels asked for by name, op by op; `strict` leaves the Torch reference out unless it is asked for."""
+
+    prefer: Mapping[str, str] = field(default_factory=dict)
+    strict: bool = False
+
+    def __hash__(self) -> int:
+        return hash((tuple(sorted(self.prefer.items())), self.strict))
+
+
+_MODE_KEYS: dict[tuple[Policy, Target | None, bool], int] = {}
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What an op call reads from its surroundings. `dry` chooses for a real run but executes reference bodies."""
+
+    policy: Policy
+    target: Target | None = None
+    report: Report | None = None
+    dry: bool = False
+    key: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        # A small number stands for (policy, target, dry) in the key of a choice, since it is hashed on every op call.
+        key = _MODE_KEYS.setdefault((self.policy, self.target, self.dry), len(_MODE_KEYS))
+        object.__setattr__(self, "key", key)
+
+
+def _from_environment() -> Policy:
+    text = os.environ.get(ENVIRONMENT, "")
+    prefer: dict[str, str] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        op, equals, kernel = item.partition("=")
+        if not (op and equals and kernel):
+            raise LoweringError(f"{ENVIRONMENT}={text!r}: {item!r} is not of the form op=kernel")
+        prefer[op.strip()] = kernel.strip()
+    return Policy(prefer)
+
+
+MODE: ContextVar[Mode] = ContextVar("lowering_mode", default=Mode(_from_environment()))
+
+
+@contextmanager
+def use(
+    policy: Policy | None = None, *, target: str | Target | None = None, strict: bool | None = None, **prefer: str
+) -> Iterator[Policy]:
+    """Ask for kernels inside a `with` block: `use(rms_norm="torch")` runs that kernel or raises `LoweringError`.
+
+    `policy` replaces the one in force; keyword pairs are added to it. `target` lowers for that machine instead of
+    the tensors' own. `strict=True` makes every op without a chosen kernel an error instead of running its reference.
+    """
+    from . import registry
+
+    mode = MODE.get()
+    base = mode.policy if policy is None else policy
+    merged = Policy({**base.prefer, **prefer}, base.strict if strict is None else strict)
+    for op, kernel in merged.prefer.items():
+        registry.find(op).kernel_named(kernel)
+    chosen = mode.target if target is None else targets.named(target)
+    token = MODE.set(replace(mode, policy=merged, target=chosen))
+    try:
+        yield merged
+    finally:
+        MODE.reset(token)

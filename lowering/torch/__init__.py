@@ -1,0 +1,1 @@
+"""Faster Torch kernels, where a reference is slow. Same file names as `ops/`."""

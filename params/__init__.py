@@ -1,0 +1,63 @@
+"""Parameter trees and the checkpoints they come from.
+
+    headers = params.tensor_names(directory)                 # names, shapes, dtypes; no weights
+    tree = params.load(directory, spec, names, dtype=torch.bfloat16)
+    params.save(tree, directory, spec, names, config)        # transformers loads it
+    tree = params.init(spec, seed=0)
+
+`spec` is the parameter tree of a model with a `TensorSpec` at every leaf, `names` the table of its family
+(`params.names.<family>.NAMES`). This package knows no model and no kernel.
+"""
+
+from params.checkpoint import from_checkpoint, load, to_checkpoint
+from params.errors import CheckpointError, ConfigError
+from params.files import StoredTensor, read_config, resolve, tensor_names
+from params.init import init
+from params.inspection import Inspection, inspect
+from params.saving import save
+from params.spec import TensorSpec
+from params.tree import (
+    at,
+    describe,
+    equal,
+    items,
+    leaves,
+    map,
+    num_bytes,
+    off_tree,
+    put,
+    static,
+    summary,
+    to,
+    unchecked,
+)
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "Inspection",
+    "StoredTensor",
+    "TensorSpec",
+    "at",
+    "describe",
+    "equal",
+    "from_checkpoint",
+    "init",
+    "inspect",
+    "items",
+    "leaves",
+    "load",
+    "map",
+    "num_bytes",
+    "off_tree",
+    "put",
+    "read_config",
+    "resolve",
+    "save",
+    "static",
+    "summary",
+    "tensor_names",
+    "to",
+    "to_checkpoint",
+    "unchecked",
+]

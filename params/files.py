@@ -1,0 +1,215 @@
+"""A checkpoint directory, before any weight is read: where it is, its config, its tensors' names, shapes and places.
+
+Nothing here or elsewhere in `params` unpickles: weights are safetensors, everything else is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from params.errors import CheckpointError, ConfigError
+
+CONFIG_LIMIT = 16 * 2**20
+"""Bytes a config.json may have; real ones have a few kilobytes."""
+INDEX_LIMIT = 256 * 2**20
+"""Bytes an index may have; a quarter of a million expert tensors take about 40 MB."""
+
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+"""What is fetched from the hub: configuration, weights, tokenizer. Never pickled weights, never code."""
+
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
+    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}  # fmt: skip
+"""The header's dtype words that PyTorch can hold."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file: its shape and dtype, and its bytes as `nbytes` at `offset` of `file`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: Path
+    offset: int
+    nbytes: int
+
+
+def resolve(path_or_hub_id: str | Path) -> Path:
+    """The directory of a checkpoint: an existing one, or a hub repository (`owner/name`) fetched into the hub's cache.
+
+    `CheckpointError` when it is neither, or when the hub cannot give it.
+    """
+    directory = Path(path_or_hub_id).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.exists():
+        raise CheckpointError(f"{directory} is a file; give the directory that holds it and its config.json")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path_or_hub_id)):
+        raise CheckpointError(
+            f"no directory {directory}, and {str(path_or_hub_id)!r} is not a hub id (owner/name); check the path"
+        )
+    return _download(str(path_or_hub_id))
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise CheckpointError(
+            f"no directory {hub_id!r} here, and the hub has no such repository, or not for this account: {error}"
+        ) from error
+    except (OSError, *HfHubHTTPError.__bases__) as error:  # the bases: a proxy's or a timeout's error comes bare
+        raise CheckpointError(
+            f"no directory {hub_id!r} here, and the hub could not be reached for a repository of that name: {error}; "
+            "give a directory, or try again with a connection"
+        ) from error
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """`config.json` of a checkpoint. `CheckpointError` when there is none, `ConfigError` when it is not an object."""
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{directory} has no config.json; a checkpoint is a directory with config and weights")
+    return _read_object(path, CONFIG_LIMIT, ConfigError)
+
+
+def _read_object(path: Path, limit: int, kind: type[ValueError]) -> dict[str, Any]:
+    """A JSON file that must hold an object; anything else raises `kind` with the reason."""
+    try:
+        size = path.stat().st_size
+        value = json.loads(path.read_text(encoding="utf-8")) if size <= limit else None
+    except OSError as error:
+        raise kind(f"{path} cannot be read: {error.strerror or error}") from error
+    except RecursionError:
+        raise kind(f"{path} is nested too deeply") from None
+    except ValueError as error:
+        raise kind(f"{path} is not JSON: {error}") from error
+    if size > limit:
+        raise kind(f"{path} has {size} bytes, more than the {limit} such a file may have; it is not what it is named")
+    if not isinstance(value, dict):
+        raise kind(f"{path} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def tensor_names(directory: str | Path) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint under its own name, from the files' headers alone.
+
+    With a `*.safetensors.index.json` the files it names count and no others; without one, all `*.safetensors` of the
+    directory do. `CheckpointError` for a broken index or header, missing files, and names that stand in two files.
+    """
+    directory = Path(directory)
+    index = _read_index(directory)
+    files = sorted(set(index.values())) if index is not None else _loose_files(directory)
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        header = read_header(directory / file)
+        twice = [f"{name} (in {found[name].file.name} and {file})" for name in header if name in found]
+        if twice:
+            raise CheckpointError(f"{directory}: tensors that stand in two files: {_listed(twice)}; remove one")
+        found |= header
+    if index is not None:
+        _check_index(directory, index, found)
+    return found
+
+
+def _visible(directory: Path, pattern: str) -> list[str]:
+    """Names at the top of the directory, without hidden ones (unfinished saves, file-manager leftovers)."""
+    return sorted(path.name for path in directory.glob(pattern) if not path.name.startswith("."))
+
+
+def _read_index(directory: Path) -> dict[str, str] | None:
+    indices = _visible(directory, "*.safetensors.index.json")
+    if len(indices) > 1:
+        raise CheckpointError(f"{directory} has {len(indices)} indices: {_listed(indices)}; keep the one that counts")
+    if not indices:
+        return None
+    path = directory / indices[0]
+    weight_map = _read_object(path, INDEX_LIMIT, CheckpointError).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no weight_map from tensor to file")
+    wrong = [repr(file) for file in weight_map.values() if not _plain_file(file)]
+    if wrong:
+        raise CheckpointError(f"{path}: a weight_map may only name safetensors files beside it, not {_listed(wrong)}")
+    missing = sorted({file for file in weight_map.values() if not (directory / file).is_file()})
+    if missing:
+        raise CheckpointError(f"{path} names files that are not there: {_listed(missing)}; finish the download")
+    return weight_map
+
+
+def _plain_file(file: object) -> bool:
+    """A name that can only mean a file of the same directory."""
+    return isinstance(file, str) and re.fullmatch(r"[^/\\:\0]+\.safetensors", file) is not None
+
+
+def _loose_files(directory: Path) -> list[str]:
+    files = _visible(directory, "*.safetensors")
+    if files:
+        return files
+    pickled = [name for pattern in ("*.bin", "*.pt", "*.pth") for name in _visible(directory, pattern)]
+    if pickled:
+        raise CheckpointError(
+            f"{directory} has pickled weights only ({_listed(pickled)}); they can run code and are not read. Where you "
+            "trust them, convert: AutoModelForCausalLM.from_pretrained(directory).save_pretrained(new_directory)"
+        )
+    raise CheckpointError(f"{directory} has no *.safetensors file")
+
+
+def _check_index(directory: Path, index: dict[str, str], found: dict[str, StoredTensor]) -> None:
+    wrong = [f"{name} (not in {file})" for name, file in index.items() if _home(found, name) != file]
+    if wrong:
+        raise CheckpointError(f"{directory}: the index and the files disagree: {_listed(wrong)}; download them again")
+
+
+def _home(found: dict[str, StoredTensor], name: str) -> str | None:
+    return found[name].file.name if name in found else None
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file. `CheckpointError` when the header does not describe the file exactly."""
+    try:
+        with safe_open(file, framework="pt"):
+            pass  # the library checks lengths, offsets and shapes against the size of the file
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length), object_pairs_hook=_distinct)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is not a whole safetensors file: {error}; download or save it again") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    header.pop("__metadata__", None)
+    return {name: _stored(name, entry, file, 8 + length) for name, entry in header.items()}
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys differ; the library would silently keep the last of two."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"its header names {next(name for name in names if names.count(name) > 1)!r} twice")
+    return found
+
+
+def _stored(name: str, entry: dict[str, Any], file: Path, base: int) -> StoredTensor:
+    if entry["dtype"] not in DTYPES:
+        raise CheckpointError(f"{file}: {name} has dtype {entry['dtype']}, which PyTorch has no type for")
+    start, stop = entry["data_offsets"]
+    return StoredTensor(tuple(entry["shape"]), DTYPES[entry["dtype"]], file, base + start, stop - start)
+
+
+def _listed(names: Iterable[str], most: int = 20) -> str:
+    """Names for a message: all of them, or the first few and how many more."""
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

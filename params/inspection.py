@@ -1,0 +1,95 @@
+"""What a checkpoint holds and where each tensor goes, as a value to print."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from params.files import StoredTensor, read_config, resolve, tensor_names
+from params.matching import match
+from params.names.rules import Names
+from params.tree import describe, size
+
+
+class Row(NamedTuple):
+    """A tensor: its name in the checkpoint, `bf16[2,16]`, its file, the leaf and the region of it, and a remark.
+
+    `file` is empty for a missing tensor, `leaf` for one that is ignored or unexpected.
+    """
+
+    name: str
+    tensor: str
+    file: str
+    leaf: str
+    part: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A checkpoint against a family's names: `str()` of it is a table. `ok` when `load` would take it."""
+
+    directory: Path
+    config: dict[str, Any] = field(repr=False)
+    rows: tuple[Row, ...] = field(repr=False)
+    problems: tuple[str, ...]
+    ignored: dict[str, str] = field(repr=False)
+    num_bytes: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether every tensor has its place and every place its tensor."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        """A head line, one line a tensor, and the problems."""
+        kind = self.config.get("model_type", "unnamed model")
+        head = (
+            f"{self.directory}: {kind}, {len(self.rows)} tensors, {size(self.num_bytes)}, {len(self.ignored)} ignored"
+        )
+        table = [(row.name, row.tensor, f"{row.leaf} {row.part}".strip(), row.note) for row in self.rows]
+        widths = [max((len(line[column]) for line in table), default=0) for column in range(3)]
+        lines = ["  ".join(word.ljust(width) for word, width in zip(line, [*widths, 0], strict=True)) for line in table]
+        ending = [f"{len(self.problems)} problems:", *(f"  {text}" for text in self.problems)] if self.problems else []
+        return "\n".join([head, *(line.rstrip() for line in lines), *ending])
+
+
+def inspect(path: str | Path, spec: Any, names: Names) -> Inspection:
+    """Match a checkpoint with a spec tree and say where everything goes. Reads the config and the headers only.
+
+    Tensors that do not fit are rows with a note and texts in `problems`; only a directory that cannot be read at all
+    raises (`CheckpointError`, `ConfigError`).
+    """
+    directory = resolve(path)
+    stored = tensor_names(directory)
+    plan = match(spec, names, stored, None)
+    notes = {problem.name: problem for problem in plan.problems}
+    placed = {placement.name: placement for placement in plan.placements}
+    repeats = {name: f"same as {source}" for name, source in plan.repeats}
+    rows = []
+    for name, tensor in stored.items():
+        home = placed.get(name) or notes.get(name)
+        where = (home.path or "", home.part.where() if home.part else "") if home else ("", "")
+        note = notes[name].kind if name in notes else repeats.get(name) or _ignored(plan.ignored.get(name))
+        rows.append(Row(name, _shown(tensor), tensor.file.name, *where, note))
+    rows += [
+        Row(problem.name, _wanted(problem.part.shape), "", problem.path or "", problem.part.where(), problem.kind)
+        for problem in plan.problems
+        if problem.kind == "missing" and problem.part
+    ]
+    texts = tuple(f"{problem.kind}: {problem.text}" for problem in plan.problems)
+    total = sum(tensor.nbytes for tensor in stored.values())
+    return Inspection(directory, read_config(directory), tuple(rows), texts, plan.ignored, total)
+
+
+def _shown(tensor: StoredTensor) -> str:
+    return describe(tensor)
+
+
+def _wanted(shape: tuple[int, ...]) -> str:
+    return f"[{','.join(str(size) for size in shape)}]"
+
+
+def _ignored(reason: str | None) -> str:
+    return f"ignored: {reason}" if reason else ""

@@ -1,0 +1,232 @@
+"""Which checkpoint tensor goes where, decided from names, shapes and dtypes before any value is read.
+
+`match` never raises for what is in a checkpoint: it returns a `Plan` with everything that fits and everything that
+does not. Loading refuses a plan with problems; inspecting shows it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from params.errors import CheckpointError
+from params.names.rules import Layout, Names, Part
+from params.spec import TensorSpec
+from params.tree import items
+
+CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes a weight may be stored in and converted between. Everything else is payload and never converted."""
+
+LISTED = 200
+"""Problems of one kind that a message spells out."""
+
+HINTED = 32
+"""Missing tensors for which the nearest name is looked up."""
+
+
+class Shaped(Protocol):
+    """A tensor, or a description of one."""
+
+    @property
+    def shape(self) -> Any:
+        """Sizes of its axes."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its elements."""
+        ...
+
+
+class Placement(NamedTuple):
+    """The checkpoint tensor `name` (as the checkpoint spells it) fills `part` of the leaf at `path`."""
+
+    name: str
+    path: str
+    part: Part
+
+
+class Problem(NamedTuple):
+    """One thing that keeps a checkpoint from being loaded: its kind, the tensor, and a sentence."""
+
+    kind: str
+    name: str
+    text: str
+    path: str | None = None
+    part: Part | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `match` found.
+
+    `dtypes`: leaf path to the dtype it is to have. `repeats`: pairs of checkpoint tensors that must be equal, because
+    the second is stored once more as the first. `ignored`: checkpoint tensor to reason.
+    """
+
+    placements: tuple[Placement, ...]
+    dtypes: dict[str, torch.dtype]
+    repeats: tuple[tuple[str, str], ...]
+    ignored: dict[str, str]
+    problems: tuple[Problem, ...]
+
+    def check(self, where: str | Path) -> None:
+        """Raise one `CheckpointError` that lists every problem, by kind."""
+        if not self.problems:
+            return
+        bad = len({problem.name for problem in self.problems})
+        lines = [f"{where}: {bad} of {len(self.placements) + bad} tensors do not fit"]
+        for kind in dict.fromkeys(problem.kind for problem in self.problems):
+            texts = [problem.text for problem in self.problems if problem.kind == kind]
+            lines.append(f"{kind} ({len(texts)}):")
+            lines += [f"  {text}" for text in texts[:LISTED]]
+            if len(texts) > LISTED:
+                lines.append(f"  and {len(texts) - LISTED} more")
+        raise CheckpointError("\n".join(lines))
+
+
+def match(spec: Any, names: Names, tensors: Mapping[str, Shaped], dtype: torch.dtype | None) -> Plan:
+    """Match a checkpoint's tensors with the leaves of a spec tree.
+
+    `dtype` is what floating-point leaves without a pinned dtype get; `None` keeps the checkpoint's.
+    """
+    if dtype is not None and dtype not in CASTABLE:
+        raise CheckpointError(f"parameters cannot have dtype {dtype}; give one of {CASTABLE}, or None to keep theirs")
+    leaves: dict[str, TensorSpec] = dict(items(spec))
+    present, problems = _canonical(names, tensors)
+    placements: list[Placement] = []
+    missing: list[Problem] = []
+    for path, leaf in leaves.items():
+        for part in _closest(names.layouts(path, leaf, leaves), present):
+            if part.name in present:
+                placements.append(Placement(present[part.name], path, part))
+            else:
+                missing.append(Problem("missing", part.name, f"{part.name}, for {path}", path, part))
+    used = {placement.name for placement in placements}
+    left = {plain: own for plain, own in present.items() if own not in used}
+    repeats = _repeats(names, left, placements)
+    ignored, unexpected = _leftovers(names, {plain: own for plain, own in left.items() if own not in repeats}, leaves)
+    problems += _hinted(missing, list(unexpected), list(tensors)) + [
+        Problem("unexpected", own, f"{own}, {_describe(tensors[own])}") for own in unexpected
+    ]
+    dtypes, unfit = _dtypes(leaves, placements, tensors, dtype)
+    problems += _misshapen(placements, tensors) + unfit + _unequal(repeats, tensors)
+    bad = {problem.name for problem in problems}
+    kept = tuple(placement for placement in placements if placement.name not in bad)
+    return Plan(kept, dtypes, tuple(repeats.items()), ignored, tuple(problems))
+
+
+def _canonical(names: Names, tensors: Mapping[str, Shaped]) -> tuple[dict[str, str], list[Problem]]:
+    """Tensors by the name the rules use; a second tensor with the same such name is a problem."""
+    present: dict[str, str] = {}
+    problems = []
+    for own in tensors:
+        first = present.setdefault(names.canonical(own), own)
+        if first != own:
+            problems.append(Problem("duplicate", own, f"{own} means the same tensor as {first}"))
+    return present, problems
+
+
+def _closest(layouts: tuple[Layout, ...], present: Mapping[str, str]) -> Layout:
+    """The layout of which the largest share is there, the first one when none is."""
+    return max(layouts, key=lambda layout: sum(part.name in present for part in layout) / len(layout))
+
+
+def _repeats(names: Names, left: Mapping[str, str], placements: list[Placement]) -> dict[str, str]:
+    """Tied tensors that are stored all the same, each with the tensor it must repeat."""
+    sources = {placement.path: placement.name for placement in placements}
+    pairs = {plain: path for plain, path in names.tied.items() if plain in left and path in sources}
+    return {left[plain]: sources[path] for plain, path in pairs.items()}
+
+
+def _leftovers(
+    names: Names, left: Mapping[str, str], leaves: Mapping[str, TensorSpec]
+) -> tuple[dict[str, str], list[str]]:
+    reasons = {own: names.ignored(plain, leaves) for plain, own in left.items()}
+    ignored = {own: reason for own, reason in reasons.items() if reason is not None}
+    return ignored, [own for own, reason in reasons.items() if reason is None]
+
+
+def _hinted(missing: list[Problem], unexpected: list[str], everything: list[str]) -> list[Problem]:
+    """Missing tensors with the nearest name that is there, looked for among the unexpected ones first."""
+    pool = unexpected or everything
+    found = []
+    for problem in missing[:HINTED]:
+        numbered = [name for name in pool if _numbers(name) == _numbers(problem.name)]
+        near = difflib.get_close_matches(problem.name, numbered or pool, n=1)
+        hint = f"; the nearest name is {near[0]}" if near else ""
+        found.append(problem._replace(text=problem.text + hint))
+    return found + missing[HINTED:]
+
+
+def _numbers(name: str) -> list[str]:
+    return [word for word in name.split(".") if word.isdigit()]
+
+
+def _misshapen(placements: list[Placement], tensors: Mapping[str, Shaped]) -> list[Problem]:
+    """Shapes that differ. A scalar stands for one element."""
+    return [
+        Problem(
+            "misshapen",
+            name,
+            f"{name} is {_describe(tensors[name])}, expected [{','.join(str(size) for size in part.shape)}] for {path}",
+            path,
+            part,
+        )
+        for name, path, part in placements
+        if (tuple(tensors[name].shape) or (1,)) != (tuple(part.shape) or (1,))
+    ]
+
+
+def _dtypes(
+    leaves: Mapping[str, TensorSpec],
+    placements: list[Placement],
+    tensors: Mapping[str, Shaped],
+    dtype: torch.dtype | None,
+) -> tuple[dict[str, torch.dtype], list[Problem]]:
+    """The dtype of every leaf, and the tensors that may not become it."""
+    chosen: dict[str, torch.dtype] = {}
+    problems = []
+    for name, path, part in placements:
+        stored = tensors[name].dtype
+        wanted = chosen.setdefault(path, leaves[path].dtype or dtype or stored)
+        kept = leaves[path].dtype is None and dtype is None
+        reason = _unfit(stored, wanted, kept)
+        if reason:
+            problems.append(
+                Problem("wrong dtype", name, f"{name} is {_short(stored)}, {reason} for {path}", path, part)
+            )
+    return chosen, problems
+
+
+def _unfit(stored: torch.dtype, wanted: torch.dtype, kept: bool) -> str | None:
+    """Why a tensor of dtype `stored` may not fill a leaf of dtype `wanted`."""
+    if wanted in CASTABLE or kept:
+        if stored not in CASTABLE:
+            return "expected floating point"
+        if kept and stored != wanted:
+            return f"the parts before it are {_short(wanted)}; load with a dtype"
+        return None
+    return None if stored == wanted else f"expected {_short(wanted)}"
+
+
+def _unequal(repeats: Mapping[str, str], tensors: Mapping[str, Shaped]) -> list[Problem]:
+    """Tied tensors that cannot be equal."""
+    return [
+        Problem("not tied", name, f"{name} is {_describe(tensors[name])}, {source} is {_describe(tensors[source])}")
+        for name, source in repeats.items()
+        if tensors[name].dtype != tensors[source].dtype or tuple(tensors[name].shape) != tuple(tensors[source].shape)
+    ]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _describe(tensor: Shaped) -> str:
+    return f"{_short(tensor.dtype)}[{','.join(str(size) for size in tensor.shape)}]"

@@ -1,0 +1,1 @@
+"""Checkpoint spellings: the rule types, and one table of strings a model family."""

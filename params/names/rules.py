@@ -1,0 +1,193 @@
+"""How one leaf of a parameter tree is spelled in a checkpoint.
+
+A name table (one file a family, strings only) gives each leaf path a rule. A rule answers one question: which
+checkpoint tensors, of which shapes, make up which region of the leaf. Loading, saving and inspecting all read the
+same answer, so what is saved is what loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from params.spec import TensorSpec
+
+
+class Part(NamedTuple):
+    """A checkpoint tensor and the region of a leaf it fills: `leaf[region]`, seen in the checkpoint's `shape`."""
+
+    name: str
+    shape: tuple[int, ...]
+    region: tuple[int | slice, ...] = ()
+
+    def of(self, leaf: Tensor) -> Tensor:
+        """The region of `leaf` as the checkpoint shapes it; a view when the leaf is contiguous."""
+        return leaf[self.region].reshape(self.shape)
+
+    def where(self) -> str:
+        """The region in words: `rows 0:128`, `expert 3, rows 0:16`, or nothing for a whole leaf."""
+        words = [
+            f"expert {item}" if isinstance(item, int) else f"rows {item.start}:{item.stop}" for item in self.region
+        ]
+        return ", ".join(words)
+
+
+Layout = tuple[Part, ...]
+
+
+class Rule(Protocol):
+    """What a name table maps a leaf path to. `{i}` in a name stands for the layer number."""
+
+    def layouts(self, leaf: TensorSpec, layer: int | None) -> tuple[Layout, ...]:
+        """Every way a checkpoint may store the leaf; the first is the one that is written."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The leaf is one checkpoint tensor of the same shape."""
+
+    name: str
+
+    def layouts(self, leaf: TensorSpec, layer: int | None) -> tuple[Layout, ...]:
+        """One tensor, the whole leaf."""
+        return ((Part(self.name.format(i=layer), leaf.shape),),)
+
+
+@dataclass(frozen=True)
+class Squeeze:
+    """A depthwise convolution: `[channels, 1, width]` in the checkpoint, `[channels, width]` in the tree."""
+
+    name: str
+
+    def layouts(self, leaf: TensorSpec, layer: int | None) -> tuple[Layout, ...]:
+        """One tensor, the whole leaf with the input-channel axis put back."""
+        channels, width = leaf.shape
+        return ((Part(self.name.format(i=layer), (channels, 1, width)),),)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Checkpoint tensors that stand below one another in the leaf; `TensorSpec.parts` says how many rows each has."""
+
+    members: tuple[str, ...]
+
+    def layouts(self, leaf: TensorSpec, layer: int | None) -> tuple[Layout, ...]:
+        """One tensor a member, in order. `ValueError` when the spec's parts do not number the members."""
+        parts = leaf.parts or ()
+        if len(parts) != len(self.members):
+            raise ValueError(f"the rule merges {len(self.members)} tensors {self.members}, the spec has parts {parts}")
+        found, start = [], 0
+        for name, rows in zip(self.members, parts, strict=True):
+            found.append(Part(name.format(i=layer), (rows, *leaf.shape[1:]), (slice(start, start + rows),)))
+            start += rows
+        return (tuple(found),)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Expert weights `[experts, rows, columns]`: one stacked tensor, or `each` (with `{e}`) for every expert.
+
+    Several names in `each` share the rows equally, in order: gate, then up.
+    """
+
+    stacked: str
+    each: tuple[str, ...]
+
+    def layouts(self, leaf: TensorSpec, layer: int | None) -> tuple[Layout, ...]:
+        """The stacked tensor first, then one tensor an expert and member."""
+        experts, rows, columns = leaf.shape
+        step = rows // len(self.each)
+        apart = tuple(
+            Part(name.format(i=layer, e=expert), (step, columns), (expert, slice(index * step, (index + 1) * step)))
+            for expert in range(experts)
+            for index, name in enumerate(self.each)
+        )
+        return (Part(self.stacked.format(i=layer), leaf.shape),), apart
+
+
+@dataclass(frozen=True)
+class Beside:
+    """One leaf path, two spellings: `then` where the tree also has the leaf `sibling`, `otherwise` elsewhere."""
+
+    sibling: str
+    then: Rule
+    otherwise: Rule
+
+
+@dataclass(frozen=True)
+class Ignore:
+    """Checkpoint tensors that are passed over, and why.
+
+    `pattern` is compared component by component from the first to the last: `*` is any one component, `**` any
+    number. With `unless`, the tensors are only passed over when the tree has nothing under that path.
+    """
+
+    pattern: str
+    why: str
+    unless: str | None = None
+
+    def matches(self, name: str) -> bool:
+        """Whether the whole name fits the pattern."""
+        return _fits(self.pattern.split("."), name.split("."))
+
+
+def _fits(pattern: list[str], words: list[str]) -> bool:
+    if not pattern or not words:
+        return all(word == "**" for word in pattern) and not words
+    if pattern[0] == "**":
+        return _fits(pattern[1:], words) or _fits(pattern, words[1:])
+    return pattern[0] in ("*", words[0]) and _fits(pattern[1:], words[1:])
+
+
+@dataclass(frozen=True)
+class Names:
+    """A family's spelling of its parameters.
+
+    `rules`: leaf path, `{i}` for the layer number, to rule. `prefixes`: (what wrappers write, what the rules say),
+    the first that fits is applied. `tied`: checkpoint tensor that may be left out, or must repeat the named leaf
+    exactly, when the tree has no leaf for it. `nested`: what `model.` becomes when saving beside a config whose text
+    part is nested.
+    """
+
+    family: str
+    rules: Mapping[str, Rule | Beside] = field(repr=False)
+    prefixes: tuple[tuple[str, str], ...] = ()
+    ignore: tuple[Ignore, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    nested: str = "model."
+
+    def canonical(self, name: str) -> str:
+        """A checkpoint's tensor name as the rules spell it, wrappers taken off."""
+        for wrapper, plain in self.prefixes:
+            if name.startswith(wrapper):
+                return plain + name[len(wrapper) :]
+        return name
+
+    def rule(self, path: str, paths: Collection[str]) -> tuple[Rule, int | None]:
+        """The rule of a leaf and its layer number, in a tree with the leaf `paths`. `KeyError` for an unnamed leaf."""
+        words = path.split(".")
+        layer = next((int(word) for word in words if word.isdigit()), None)
+        pattern = ".".join("{i}" if word.isdigit() else word for word in words)
+        if pattern not in self.rules:
+            raise KeyError(f"{self.family}: no checkpoint name for the leaf {path}")
+        rule = self.rules[pattern]
+        if isinstance(rule, Beside):
+            rule = rule.then if rule.sibling.format(i=layer) in paths else rule.otherwise
+        return rule, layer
+
+    def layouts(self, path: str, leaf: TensorSpec, paths: Collection[str]) -> tuple[Layout, ...]:
+        """Every way a checkpoint may store the leaf at `path`."""
+        rule, layer = self.rule(path, paths)
+        return rule.layouts(leaf, layer)
+
+    def ignored(self, name: str, paths: Collection[str]) -> str | None:
+        """Why a tensor nobody asked for may be passed over, or `None`: then it is an error."""
+        for entry in self.ignore:
+            wanted = entry.unless is not None and any(path.startswith(entry.unless + ".") for path in paths)
+            if not wanted and entry.matches(name):
+                return entry.why
+        return None

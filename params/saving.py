@@ -1,0 +1,148 @@
+"""Writing a checkpoint directory that transformers, and `load`, read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from params.checkpoint import to_checkpoint
+from params.errors import CheckpointError, ConfigError
+from params.names.rules import Names
+from params.tree import items
+
+INDEX = "model.safetensors.index.json"
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+"""What counts as weights of a model when a directory is not empty."""
+
+
+def save(
+    tree: Any, path: str | Path, spec: Any, names: Names, config: dict[str, Any], *, max_shard_bytes: int = 5 * 10**9
+) -> Path:
+    """Write a parameter tree as a Hugging Face checkpoint; returns the directory.
+
+    `config.json` is `config` with the dtype that is saved. With a nested `text_config` the tensors get the wrapper's
+    names, else the text-only class's. More than `max_shard_bytes` becomes several files and an index.
+
+    A directory with other weights is refused: only files of the very names that are written are replaced. Everything
+    is written under hidden temporary names first, then renamed.
+    """
+    tensors = to_checkpoint(tree, spec, names)
+    settings = _settings(config, _model_dtype(tree, spec), _tied(names, tensors))
+    if isinstance(config.get("text_config"), dict):
+        tensors = {_nested(name, names): tensor for name, tensor in tensors.items()}
+    shards = _shards(tensors, max_shard_bytes)
+    directory = Path(path)
+    writers: dict[str, Callable[[Path], None]] = {file: _weights(shard) for file, shard in shards.items()}
+    if len(shards) > 1:
+        writers[INDEX] = _text(_index(shards))
+    _refuse_others(directory, set(writers))
+    writers["config.json"] = _text(settings)
+    directory.mkdir(parents=True, exist_ok=True)
+    _write(directory, writers)
+    return directory
+
+
+def _model_dtype(tree: Any, spec: Any) -> torch.dtype:
+    """The dtype of the largest leaf that follows the model."""
+    free = {path for path, leaf in items(spec) if leaf.dtype is None}
+    return max((leaf for path, leaf in items(tree) if path in free), key=Tensor.numel).dtype
+
+
+def _tied(names: Names, tensors: dict[str, Tensor]) -> bool | None:
+    """Whether the tree shares its tied leaves; `None` for a family that has none."""
+    return all(name not in tensors for name in names.tied) if names.tied else None
+
+
+def _settings(config: dict[str, Any], dtype: torch.dtype, tied: bool | None) -> str:
+    """`config.json`, made to agree with the weights beside it."""
+    word = str(dtype).removeprefix("torch.")
+    settings = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": word}
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        settings["text_config"] = {key: value for key, value in text.items() if key != "torch_dtype"} | {"dtype": word}
+    if tied is not None:
+        said = config.get("tie_word_embeddings", (text or {}).get("tie_word_embeddings", tied))
+        if said != tied:
+            raise ConfigError(
+                f"config says tie_word_embeddings={said}, the tree has {'no' if tied else 'a'} head of its own"
+            )
+        settings["tie_word_embeddings"] = tied
+    try:
+        return json.dumps(settings, indent=2, sort_keys=True) + "\n"
+    except TypeError as error:
+        raise ConfigError(f"config is not plain JSON data: {error}") from error
+
+
+def _nested(name: str, names: Names) -> str:
+    return names.nested + name.removeprefix("model.") if name.startswith("model.") else name
+
+
+def _shards(tensors: dict[str, Tensor], limit: int) -> dict[str, dict[str, Tensor]]:
+    """File name to its tensors, filled in order; a tensor above the limit gets a file of its own."""
+    groups: list[dict[str, Tensor]] = [{}]
+    room = limit
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if size > room and groups[-1]:
+            groups.append({})
+            room = limit
+        groups[-1][name] = tensor
+        room -= size
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{number:05}-of-{len(groups):05}.safetensors": group for number, group in enumerate(groups, 1)}
+
+
+def _index(shards: dict[str, dict[str, Tensor]]) -> str:
+    total = sum(tensor.numel() * tensor.element_size() for group in shards.values() for tensor in group.values())
+    places = {name: file for file, group in shards.items() for name in group}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2, sort_keys=True) + "\n"
+
+
+def _refuse_others(directory: Path, ours: set[str]) -> None:
+    if directory.exists() and not directory.is_dir():
+        raise CheckpointError(f"{directory} is a file; give a directory to save to")
+    others = {path.name for pattern in WEIGHTS for path in directory.glob(pattern)} - ours
+    others = {name for name in others if not name.startswith(".")}
+    if others:
+        raise CheckpointError(
+            f"{directory} has other weights ({', '.join(sorted(others))}), which would be read together with "
+            f"{', '.join(sorted(ours))}; save to an empty directory, or remove them"
+        )
+
+
+def _weights(shard: dict[str, Tensor]) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        values = {name: tensor.detach().cpu().contiguous() for name, tensor in shard.items()}
+        save_file(values, path, metadata={"format": "pt"})
+
+    return write
+
+
+def _text(text: str) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        path.write_text(text, encoding="utf-8")
+
+    return write
+
+
+def _write(directory: Path, writers: dict[str, Callable[[Path], None]]) -> None:
+    """Write all files under hidden names, then rename them; on failure nothing visible has changed."""
+    hidden = {directory / f".{name}.{os.getpid()}.part": directory / name for name in writers}
+    try:
+        for temporary, final in hidden.items():
+            writers[final.name](temporary)
+        for temporary, final in hidden.items():
+            temporary.replace(final)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be written: {error}") from error
+    finally:
+        for temporary in hidden:
+            temporary.unlink(missing_ok=True)

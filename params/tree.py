@@ -1,0 +1,218 @@
+"""Typed trees: frozen dataclasses that PyTorch sees as pytrees.
+
+Everything a model takes or returns is such a tree: parameters, state, batch, output. `@tree` makes a class one;
+a field declared with `static()` is a fact (a size, a name) and never a leaf; a field declared with `off_tree()`
+travels with the tree but takes no part in its structure, so two states with different host bookkeeping still map
+together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from typing_extensions import dataclass_transform
+
+T = TypeVar("T")
+
+
+def static(**kwargs: Any) -> Any:
+    """A dataclass field that belongs to the tree's structure: hashable, compared, never a leaf."""
+    return dataclasses.field(metadata={"tree": "static"}, **kwargs)
+
+
+def off_tree(**kwargs: Any) -> Any:
+    """A dataclass field that rides along: kept by `map`, equal to every other value when structures are compared."""
+    return dataclasses.field(metadata={"tree": "off"}, **kwargs)
+
+
+class _Rider:
+    """Carries off-tree values through a pytree context, equal to any other rider."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: tuple[Any, ...]) -> None:
+        self.values = values
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Rider)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return "off_tree"
+
+
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(static, off_tree, dataclasses.field))
+def tree(cls: type[T]) -> type[T]:
+    """Make `cls` a frozen dataclass and a registered pytree.
+
+    Unflattening does not run the constructor, so a tree may hold placeholders (specs, shapes, `None`) while it is
+    being mapped. `==` compares structure and leaves; `repr` shows shapes and bytes, never contents.
+    """
+    cls.__eq__ = equal  # type: ignore[assignment]
+    cls.__hash__ = None  # type: ignore[assignment]
+    if "__repr__" not in vars(cls):
+        cls.__repr__ = summary  # type: ignore[method-assign]
+    cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+    kinds: dict[str, list[str]] = {"leaf": [], "static": [], "off": []}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        kinds[field.metadata.get("tree", "leaf")].append(field.name)
+    children, facts, riders = (tuple(kinds[kind]) for kind in ("leaf", "static", "off"))
+
+    def flatten(node: Any) -> tuple[list[Any], Any]:
+        # PyTorch takes None for a leaf; here an absent child is part of the structure.
+        present = tuple(name for name in children if getattr(node, name) is not None)
+        rider = _Rider(tuple(getattr(node, name) for name in riders))
+        return [getattr(node, name) for name in present], (present, tuple(getattr(node, name) for name in facts), rider)
+
+    def flatten_with_keys(node: Any) -> tuple[list[Any], Any]:
+        leaves, context = flatten(node)
+        return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(context[0], leaves, strict=True)], context
+
+    def unflatten(leaves: Any, context: Any) -> T:
+        present, values, rider = context
+        fields = dict.fromkeys(children) | dict(zip(present, leaves, strict=True)) | dict(zip(facts, values, strict=True))
+        return unchecked(cls, **fields, **dict(zip(riders, rider.values, strict=True)))
+
+    pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+    return cls
+
+
+def unchecked(cls: type[T], **fields: Any) -> T:
+    """A node whose constructor, and so any type check on it, is not run: for trees of specs or placeholders."""
+    node = object.__new__(cls)
+    for name, value in fields.items():
+        object.__setattr__(node, name, value)
+    return node
+
+
+def map(function: Callable[..., Any], first: T, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> T:
+    """Apply `function` to corresponding leaves of trees with one structure."""
+    return pytree.tree_map(function, first, *rest, is_leaf=is_leaf)
+
+
+def leaves(value: Any) -> list[Any]:
+    """The leaves of a tree, in the order of its fields."""
+    return pytree.tree_leaves(value)
+
+
+def items(value: Any) -> Iterator[tuple[str, Any]]:
+    """Pairs of readable path (`layers.3.attn.qkv.weight`) and leaf."""
+    for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+        yield dotted(path), leaf
+
+
+def dotted(path: tuple[Any, ...]) -> str:
+    """A pytree key path as dotted words."""
+    return ".".join(str(getattr(key, "name", getattr(key, "idx", getattr(key, "key", key)))) for key in path)
+
+
+def at(value: Any, path: str) -> Any:
+    """The node or leaf at a dotted path; `KeyError` names the first word that does not fit."""
+    node = value
+    for word in path.split("."):
+        try:
+            if isinstance(node, (tuple, list)):
+                node = node[int(word)]
+            else:
+                node = node[word] if isinstance(node, dict) else getattr(node, word)
+        except (AttributeError, IndexError, KeyError, ValueError):
+            raise KeyError(f"no {word!r} in {path!r}; {type(node).__name__} does not have it") from None
+    return node
+
+
+def put(value: T, path: str, new: Any) -> T:
+    """The tree with the node or leaf at `path` replaced; everything else is shared with the old tree."""
+    word, _, rest = path.partition(".")
+    old = at(value, word)
+    inner = put(old, rest, new) if rest else new
+    if isinstance(value, tuple):
+        return tuple(inner if str(index) == word else item for index, item in enumerate(value))  # type: ignore[return-value]
+    if isinstance(value, dict):
+        return {**value, word: inner}  # type: ignore[return-value]
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}  # type: ignore[arg-type]
+    return unchecked(type(value), **(fields | {word: inner}))
+
+
+def to(value: T, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> T:
+    """Move every tensor to `device`, and floating-point ones to `dtype`."""
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(device=device, dtype=dtype if leaf.is_floating_point() else None)
+
+    return map(move, value)
+
+
+def num_bytes(value: Any) -> int:
+    """Bytes of all tensors in a tree, each storage counted once."""
+    seen: dict[int, int] = {}
+    for leaf in leaves(value):
+        if isinstance(leaf, Tensor):
+            seen[id(leaf)] = leaf.numel() * leaf.element_size()
+    return sum(seen.values())
+
+
+def equal(first: Any, second: object) -> bool:
+    """Same type, same structure, same leaf values (NaN equals NaN)."""
+    if type(first) is not type(second):
+        return NotImplemented
+    one, structure = pytree.tree_flatten(first)
+    two, other = pytree.tree_flatten(second)
+    return structure == other and all(_same(a, b) for a, b in zip(one, two, strict=True))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
+
+
+_SHORT = {
+    torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16", torch.int8: "i8",
+    torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8", torch.bool: "bool",
+}  # fmt: skip
+
+
+def describe(leaf: Any) -> str:
+    """`bf16[2,16]` for a tensor or a spec, `repr` for anything else."""
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        kind = _SHORT.get(leaf.dtype, str(leaf.dtype).removeprefix("torch."))
+        return f"{kind}[{','.join(str(size) for size in leaf.shape)}]"
+    return repr(leaf)
+
+
+def size(count: float) -> str:
+    """Bytes for people: `7.4 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def summary(node: Any) -> str:
+    """One line: the class, its static facts, its tensors' shapes (or their count), and the bytes of all of them."""
+    facts = [
+        f"{field.name}={getattr(node, field.name)!r}"
+        for field in dataclasses.fields(node)
+        if field.metadata.get("tree") == "static"
+    ]
+    found = list(items(node))
+    shown = [f"{path}={describe(leaf)}" for path, leaf in found] if len(found) <= 8 else [f"{len(found)} leaves"]
+    return f"{type(node).__name__}({', '.join(facts + shown)}, {size(num_bytes(node))})"
