@@ -36,7 +36,8 @@ class Kernel:
 
     `refuse(*args, **kwargs)` reads shapes, dtypes and static arguments and returns `None`, or one sentence with the
     limit in it. `host_reads` marks a kernel that reads tensor values on the host: it is refused while a program is
-    being traced or mapped. `prepare(weight)` makes, once, the weight layout that the kernel wants.
+    being traced or mapped. `batches=False` marks one whose operators have no batching rule: it is refused under vmap.
+    `prepare(weight)` makes, once, the weight layout that the kernel wants, or returns None for a weight it leaves.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Kernel:
     targets: tuple[str, ...]
     refuse: Refusal | None = None
     host_reads: bool = False
+    batches: bool = True
     prepare: Callable[[Any], Any] | None = None
 
     def serves(self, target: Target) -> bool:
@@ -96,6 +98,7 @@ class Op:
         targets: tuple[str, ...],
         refuse: Refusal | None = None,
         host_reads: bool = False,
+        batches: bool = True,
         prepare: Callable[[Any], Any] | None = None,
     ) -> Callable[[F], F]:
         """Register a kernel. Kernels are tried in the order registered, the reference last."""
@@ -107,7 +110,7 @@ class Op:
                 raise LoweringError(
                     f"{self.name}: kernel {name!r} takes {inspect.signature(run)}, the op takes {self.signature}"
                 )
-            added = Kernel(name, run, targets, refuse, host_reads, prepare)
+            added = Kernel(name, run, targets, refuse, host_reads, batches, prepare)
             reference = self.kernels.pop(REFERENCE)
             self.kernels |= {name: added, REFERENCE: reference}
             self._choices.clear()
@@ -154,6 +157,8 @@ def _refusal(kernel: Kernel, target: Target, surroundings: str, args: Any, kwarg
         return f"serves {', '.join(kernel.targets)}; target is {target.name}"
     if kernel.host_reads and surroundings:
         return f"reads lengths or ids on the host, which {surroundings} does not allow"
+    if not kernel.batches and surroundings == "vmap":
+        return "has no batching rule, so it is left out under vmap"
     return None if kernel.refuse is None else kernel.refuse(*args, **kwargs)
 
 

@@ -39,6 +39,9 @@ TARGETS: dict[str, Target] = {
     )
 }
 
+EVERY = tuple(name for name, target in TARGETS.items() if target.refused is None)
+"""Names of the targets that are not refused: what a kernel of plain Torch operators serves."""
+
 
 def named(name: str | Target) -> Target:
     """The target called `name`; `LoweringError` for one that is unknown or refused."""

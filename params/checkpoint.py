@@ -19,7 +19,7 @@ from torch import Tensor
 
 from params.errors import CheckpointError
 from params.files import StoredTensor, resolve, tensor_names
-from params.matching import match
+from params.matching import match, shown
 from params.names.rules import Names
 from params.tree import describe, dotted, items
 
@@ -88,9 +88,11 @@ def to_checkpoint(tree: Any, spec: Any, names: Names) -> dict[str, Tensor]:
     Merged leaves are split into views. `CheckpointError` lists the leaves that do not have the spec's shape.
     """
     leaves, specs = dict(items(tree)), dict(items(spec))
-    wrong = [f"{path} is {describe(leaves[path]) if path in leaves else 'missing'}, expected {describe(leaf)}"
-             for path, leaf in specs.items()
-             if not isinstance(leaves.get(path), Tensor) or tuple(leaves[path].shape) != leaf.shape]  # fmt: skip
+    wrong = [
+        f"{path} is {describe(leaves[path]) if path in leaves else 'missing'}, expected {shown(leaf.shape)}"
+        for path, leaf in specs.items()
+        if not isinstance(leaves.get(path), Tensor) or tuple(leaves[path].shape) != leaf.shape
+    ]
     wrong += [f"{path} is not in the spec" for path in leaves if path not in specs]
     if wrong:
         raise CheckpointError("the tree does not fit its spec:\n  " + "\n  ".join(wrong))
@@ -157,7 +159,7 @@ def _read(stream: BinaryIO, source: StoredTensor, target: Tensor, advance: Calla
 
 def _fill(stream: BinaryIO, landing: Tensor, file: Path) -> None:
     """Read until the tensor is full. Reading, unlike mapping, survives a file that someone cuts short meanwhile."""
-    room = memoryview(landing.view(torch.uint8).numpy())
+    room = landing.view(torch.uint8).numpy().data
     while room:
         done = stream.readinto(room)  # type: ignore[attr-defined]
         if not done:

@@ -65,13 +65,15 @@ def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
+    # a proxy's or a timeout's error is the client's own, which the hub's errors are built on
+    network = tuple(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception))
     try:
         return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise CheckpointError(
             f"no directory {hub_id!r} here, and the hub has no such repository, or not for this account: {error}"
         ) from error
-    except (OSError, *HfHubHTTPError.__bases__) as error:  # the bases: a proxy's or a timeout's error comes bare
+    except (OSError, *network) as error:
         raise CheckpointError(
             f"no directory {hub_id!r} here, and the hub could not be reached for a repository of that name: {error}; "
             "give a directory, or try again with a connection"
@@ -179,6 +181,8 @@ def _home(found: dict[str, StoredTensor], name: str) -> str | None:
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file. `CheckpointError` when the header does not describe the file exactly."""
+    if not file.is_file():
+        raise CheckpointError(f"{file} is not a file, or a link to nothing; finish the download")
     try:
         with safe_open(file, framework="pt"):
             pass  # the library checks lengths, offsets and shapes against the size of the file

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from params.files import StoredTensor, read_config, resolve, tensor_names
-from params.matching import match
+import torch
+
+from params.files import read_config, resolve, tensor_names
+from params.matching import match, shown
 from params.names.rules import Names
 from params.tree import describe, size
 
@@ -28,7 +30,10 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint against a family's names: `str()` of it is a table. `ok` when `load` would take it."""
+    """A checkpoint against a family's names: `str()` of it is a table. `ok` when `load` would take it.
+
+    `load` also compares the values of tied tensors that are stored twice.
+    """
 
     directory: Path
     config: dict[str, Any] = field(repr=False)
@@ -55,15 +60,17 @@ class Inspection:
         return "\n".join([head, *(line.rstrip() for line in lines), *ending])
 
 
-def inspect(path: str | Path, spec: Any, names: Names) -> Inspection:
+def inspect(path: str | Path, spec: Any, names: Names, *, dtype: torch.dtype | None = torch.bfloat16) -> Inspection:
     """Match a checkpoint with a spec tree and say where everything goes. Reads the config and the headers only.
+
+    `dtype` is the one `load` would be asked for.
 
     Tensors that do not fit are rows with a note and texts in `problems`; only a directory that cannot be read at all
     raises (`CheckpointError`, `ConfigError`).
     """
     directory = resolve(path)
     stored = tensor_names(directory)
-    plan = match(spec, names, stored, None)
+    plan = match(spec, names, stored, dtype)
     notes = {problem.name: problem for problem in plan.problems}
     placed = {placement.name: placement for placement in plan.placements}
     repeats = {name: f"same as {source}" for name, source in plan.repeats}
@@ -72,23 +79,15 @@ def inspect(path: str | Path, spec: Any, names: Names) -> Inspection:
         home = placed.get(name) or notes.get(name)
         where = (home.path or "", home.part.where() if home.part else "") if home else ("", "")
         note = notes[name].kind if name in notes else repeats.get(name) or _ignored(plan.ignored.get(name))
-        rows.append(Row(name, _shown(tensor), tensor.file.name, *where, note))
+        rows.append(Row(name, describe(tensor), tensor.file.name, *where, note))
     rows += [
-        Row(problem.name, _wanted(problem.part.shape), "", problem.path or "", problem.part.where(), problem.kind)
+        Row(problem.name, shown(problem.part.shape), "", problem.path or "", problem.part.where(), problem.kind)
         for problem in plan.problems
         if problem.kind == "missing" and problem.part
     ]
     texts = tuple(f"{problem.kind}: {problem.text}" for problem in plan.problems)
     total = sum(tensor.nbytes for tensor in stored.values())
     return Inspection(directory, read_config(directory), tuple(rows), texts, plan.ignored, total)
-
-
-def _shown(tensor: StoredTensor) -> str:
-    return describe(tensor)
-
-
-def _wanted(shape: tuple[int, ...]) -> str:
-    return f"[{','.join(str(size) for size in shape)}]"
 
 
 def _ignored(reason: str | None) -> str:

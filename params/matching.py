@@ -7,7 +7,7 @@ does not. Loading refuses a plan with problems; inspecting shows it.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -24,9 +24,6 @@ CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 LISTED = 200
 """Problems of one kind that a message spells out."""
-
-HINTED = 32
-"""Missing tensors for which the nearest name is looked up."""
 
 
 class Shaped(Protocol):
@@ -153,19 +150,26 @@ def _leftovers(
 
 
 def _hinted(missing: list[Problem], unexpected: list[str], everything: list[str]) -> list[Problem]:
-    """Missing tensors with the nearest name that is there, looked for among the unexpected ones first."""
-    pool = unexpected or everything
+    """Missing tensors with the nearest name of the same layer and expert, from the unexpected ones if there are any."""
+    spare, present = _by_numbers(unexpected), _by_numbers(everything)
     found = []
-    for problem in missing[:HINTED]:
-        numbered = [name for name in pool if _numbers(name) == _numbers(problem.name)]
-        near = difflib.get_close_matches(problem.name, numbered or pool, n=1)
+    for problem in missing[:LISTED]:
+        numbers = _numbers(problem.name)
+        near = difflib.get_close_matches(problem.name, spare.get(numbers) or present.get(numbers, []), n=1)
         hint = f"; the nearest name is {near[0]}" if near else ""
         found.append(problem._replace(text=problem.text + hint))
-    return found + missing[HINTED:]
+    return found + missing[LISTED:]
 
 
-def _numbers(name: str) -> list[str]:
-    return [word for word in name.split(".") if word.isdigit()]
+def _by_numbers(names: list[str]) -> dict[tuple[str, ...], list[str]]:
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        groups.setdefault(_numbers(name), []).append(name)
+    return groups
+
+
+def _numbers(name: str) -> tuple[str, ...]:
+    return tuple(word for word in name.split(".") if word.isdigit())
 
 
 def _misshapen(placements: list[Placement], tensors: Mapping[str, Shaped]) -> list[Problem]:
@@ -174,7 +178,7 @@ def _misshapen(placements: list[Placement], tensors: Mapping[str, Shaped]) -> li
         Problem(
             "misshapen",
             name,
-            f"{name} is {_describe(tensors[name])}, expected [{','.join(str(size) for size in part.shape)}] for {path}",
+            f"{name} is {_describe(tensors[name])}, expected {shown(part.shape)} for {path}",
             path,
             part,
         )
@@ -228,5 +232,10 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def shown(shape: Iterable[int]) -> str:
+    """A shape in a message: `[4,16]`."""
+    return f"[{','.join(str(size) for size in shape)}]"
+
+
 def _describe(tensor: Shaped) -> str:
-    return f"{_short(tensor.dtype)}[{','.join(str(size) for size in tensor.shape)}]"
+    return _short(tensor.dtype) + shown(tensor.shape)

@@ -120,7 +120,13 @@ def _refuse_others(directory: Path, ours: set[str]) -> None:
 
 def _weights(shard: dict[str, Tensor]) -> Callable[[Path], None]:
     def write(path: Path) -> None:
-        values = {name: tensor.detach().cpu().contiguous() for name, tensor in shard.items()}
+        values: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in shard.items():
+            value = tensor.detach().cpu().contiguous()
+            # the format refuses two names for one piece of memory; parts of a merged leaf are different pieces
+            values[name] = value.clone() if value.data_ptr() in seen else value
+            seen.add(value.data_ptr())
         save_file(values, path, metadata={"format": "pt"})
 
     return write

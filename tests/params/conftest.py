@@ -182,11 +182,11 @@ def build_oracle(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32, *
     name = {"dense": "Qwen3_5", "moe": "Qwen3_5Moe"}[kind]
     inner = {"intermediate_size": 40} if kind == "dense" else MOE
     config = getattr(transformers, f"{name}TextConfig")(**{**SIZES, "rope_parameters": dict(ROPE), **inner, **changes})
-    model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).eval()
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 8)
+            parameter.data = (torch.randn(parameter.shape, generator=generator) / 8).to(dtype)
     return model
 
 
@@ -200,6 +200,24 @@ def spec_of() -> Any:
 def oracle() -> Any:
     """`oracle("dense" | "moe", seed, dtype, **config changes)`: a random transformers model."""
     return build_oracle
+
+
+def build_wrapper_config(tied: bool) -> Any:
+    """The config of a multimodal Qwen3.5 with a small vision tower."""
+    from transformers import Qwen3_5Config
+
+    vision = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+        "patch_size": 4, "num_position_embeddings": 16,
+    }  # fmt: skip
+    text = {**SIZES, "rope_parameters": dict(ROPE), "intermediate_size": 40, "tie_word_embeddings": tied}
+    return Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+
+
+@pytest.fixture(scope="session")
+def wrapper() -> Any:
+    """`wrapper(tied)`: a multimodal config."""
+    return build_wrapper_config
 
 
 @pytest.fixture(params=["dense", "moe"])

@@ -1,0 +1,55 @@
+"""Projections with weights packed once into oneDNN's blocked layout.
+
+A plain row-major weight is re-blocked by oneDNN inside every product; packed, decoding reads it once, as it lies.
+"""
+
+from __future__ import annotations
+
+import torch
+from params.tree import static, tree
+from torch import Tensor
+
+from ..ops.linear import linear
+
+PACKABLE = (torch.float32, torch.bfloat16)
+
+
+@tree
+class PackedWeight:
+    """A weight [outputs inputs] in oneDNN's layout for small row counts. Its bytes mean nothing outside the kernel."""
+
+    packed: Tensor
+    shape: tuple[int, int] = static()
+    dtype: torch.dtype = static()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weight lies."""
+        return self.packed.device
+
+    def static_key(self) -> tuple[object, ...]:
+        """What a choice of kernel may depend on."""
+        return PackedWeight, self.shape, self.dtype
+
+
+def _pack(weight: Tensor) -> PackedWeight | None:
+    """The packed weight; None for a dtype that oneDNN does not pack here."""
+    if weight.dtype not in PACKABLE or (weight.dtype == torch.bfloat16 and not _has_bf16()):
+        return None
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
+    return PackedWeight(packed, tuple(weight.shape), weight.dtype)
+
+
+def _has_bf16() -> bool:
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _refuse(x, weight) -> str | None:
+    if not isinstance(weight, PackedWeight):
+        return "takes a packed weight; lowering.prepare(params) packs them"
+    return None if x.dtype == weight.dtype else f"x is {x.dtype} and the weight was packed as {weight.dtype}"
+
+
+@linear.kernel("onednn_packed", targets=("cpu",), refuse=_refuse, batches=False, prepare=_pack)
+def _packed(x, weight):
+    return torch.ops.mkldnn._linear_pointwise(x, weight.packed, None, "none", [], "")
