@@ -4,11 +4,15 @@ from params.errors import CheckpointError, ConfigError
 
 from .batch import Batch
 from .errors import OutOfPages, StaleStateError, StateError
+from .generate import Event, Request, Result, generate, requests_of, serve
+from .loading import load
 from .model import Model, build
 from .output import Output
+from .sampling import RowSampling, Sampling, sample
 from .state import State, commit, fork, logical, release, select
 
 __all__ = [
-    "Batch", "CheckpointError", "ConfigError", "Model", "OutOfPages", "Output", "StaleStateError", "State",
-    "StateError", "build", "commit", "fork", "logical", "release", "select",
+    "Batch", "CheckpointError", "ConfigError", "Event", "Model", "OutOfPages", "Output", "Request", "Result",
+    "RowSampling", "Sampling", "StaleStateError", "State", "StateError", "build", "commit", "fork", "generate", "load",
+    "logical", "release", "requests_of", "sample", "select", "serve",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import index
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,7 @@ class Batch:
     Tokens at or past `query_start[-1]` are padding: they read and write nothing live. `positions` overrides the
     rotary positions (text continues each row; images need three axes). `max_query` bounds the tokens of any row;
     `uniform` says that every row has exactly that many and nothing is padded. `counts` are the rows' token counts on
-    the host.
+    the host; a batch that is neither uniform nor has them leaves the state with upper bounds of its lengths.
     """
 
     tokens: Int[Tensor, " tokens"]
@@ -55,7 +56,7 @@ class Batch:
         vocab = state.vocab if state is not None and vocab is None else vocab
         for row, ids in enumerate(lists):
             _check_ids(row, ids, vocab)
-        flat = torch.tensor([token for ids in lists for token in ids], dtype=torch.int64)
+        flat = torch.tensor([index(token) for ids in lists for token in ids], dtype=torch.int64)
         return Batch.from_tokens(flat, [len(ids) for ids in lists], state, device=device)
 
     @staticmethod
@@ -67,7 +68,7 @@ class Batch:
         device: torch.device | str | None = None,
     ) -> Batch:
         """A batch of tokens that are already a tensor, with each row's count known on the host. Ids are not read."""
-        if sum(counts) != tokens.shape[0]:
+        if sum(counts) != tokens.shape[0] or min(counts, default=0) < 0:
             raise ValueError(f"counts {list(counts)} add up to {sum(counts)}, there are {tokens.shape[0]} tokens")
         if state is not None:
             check_room(state, counts)
@@ -79,7 +80,7 @@ class Batch:
             starts = torch.arange(0, (len(counts) + 1) * most, most, dtype=torch.int32, device=tokens.device)
         else:
             starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32).to(tokens.device)
-        return Batch(tokens, starts, max_query=most, uniform=uniform, counts=tuple(counts))
+        return Batch(tokens, starts, max_query=max(most, 1), uniform=uniform, counts=tuple(counts))
 
     def pad(self, tokens: int) -> Batch:
         """The same rows with padding up to `tokens` tokens."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from params.errors import ConfigError
@@ -11,10 +11,10 @@ from params.errors import ConfigError
 C = TypeVar("C")
 
 
-def read(cls: type[C], given: Mapping[str, Any]) -> C:
+def read(cls: type[C], given: Mapping[str, Any], required: Collection[str] = ()) -> C:
     """An instance of dataclass `cls` from the fields of the same names in `given`; others are ignored.
 
-    Raises `ConfigError` that lists every field that is missing (no default) or of the wrong type.
+    Raises `ConfigError` that lists every field that is missing (no default, or `required`) or of the wrong type.
     """
     kinds = get_type_hints(cls)
     values: dict[str, Any] = {}
@@ -25,11 +25,21 @@ def read(cls: type[C], given: Mapping[str, Any]) -> C:
             if not _fits(value, kinds[field.name]):
                 complaints.append(f"{field.name} must be {_called(kinds[field.name])}, found {value!r}")
             values[field.name] = tuple(value) if isinstance(value, list) else value
-        elif field.default is dataclasses.MISSING:
+        elif field.default is dataclasses.MISSING or field.name in required:
             complaints.append(f"{field.name} is missing")
     if complaints:
         raise ConfigError(f"config for {cls.__name__}: " + "; ".join(complaints))
     return cls(**values)
+
+
+def section(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The section `name` of a config, empty when absent or null. Raises `ConfigError` for anything but a section."""
+    found = given.get(name)
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{name} must be a section of fields, found {found!r}")
+    return found
 
 
 def require(*conditions: tuple[bool, str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from .models import qwen3_5
 from .output import LogitsOf, Output
 from .pages import PagePool
 from .state import State
+from .text import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,15 @@ FAMILIES: dict[str, Family] = dict.fromkeys(
 
 @dataclass(frozen=True)
 class Model:
-    """A family and a config. Holds no tensors: parameters and state are passed in."""
+    """A family and a config. Holds no tensors: parameters and state are passed in.
+
+    `tokenizer` is that of the checkpoint it was loaded from, if it was.
+    """
 
     family: Family
     config: Any
     config_json: Mapping[str, Any]
+    tokenizer: Tokenizer | None = None
 
     def __repr__(self) -> str:
         return f"Model({self.config!r})"
@@ -81,8 +85,8 @@ class Model:
         by default every row owns enough for `max_len`. A `checked` state finds out when it has become stale, at the
         price of a host read a forward.
         """
-        for name, value in (("rows", rows), ("max_len", max_len), ("page_size", page_size), ("pages", pages or 1)):
-            if value < 1:
+        for name, value in (("rows", rows), ("max_len", max_len), ("page_size", page_size), ("pages", pages)):
+            if value is not None and value < 1:
                 raise ValueError(f"init_state: {name} must be at least 1, found {value}")
         device = torch.device("cpu" if device is None else device)
         owned = pages is None
@@ -97,22 +101,36 @@ class Model:
             device=device, checked=checked,
         )  # fmt: skip
 
-    @property
-    def forward(self) -> Callable[..., tuple[Output, State | None]]:
-        """`forward(params, state, batch, *, logits="all", outputs=(), keep_steps=False) -> (Output, State)`.
+    def forward(
+        self,
+        params: Any,
+        state: State | None,
+        batch: Batch,
+        *,
+        logits: LogitsOf = "all",
+        outputs: Sequence[str] = (),
+        keep_steps: bool = False,
+    ) -> tuple[Output, State | None]:
+        """Run the batch's new tokens of every row on top of what the state remembers; return output and new state.
 
         `logits` are given for all tokens [tokens vocab], for each row's last token [rows vocab] (zeros where a row
         is idle), or not at all (None). `outputs` names intermediate values to return in `extra`: `layers.3` is the
         residual stream after layer 3, `router` the experts chosen in every layer. With `keep_steps` (at most 8
         tokens a row) the new state is pending until `commit`. `state=None` computes the batch alone, for training.
+
+        Raises `StateError` for a state that is pending, used up or of other rows, `ValueError` for a row without
+        room, `OutOfPages`, and `LoweringError` when the policy leaves an op without a kernel.
         """
-        return partial(self.family.forward, self.config)
+        return self.family.forward(
+            self.config, params, state, batch, logits=logits, outputs=outputs, keep_steps=keep_steps
+        )
 
 
 def build(config: Mapping[str, Any] | str | Path) -> Model:
     """A model without weights, from a config dictionary, a `config.json`, or a directory that holds one."""
     if not isinstance(config, Mapping):
-        config = checkpoints.read_config(Path(config))
+        path = Path(config)
+        config = checkpoints.read_config(path.parent if path.name == "config.json" else path)
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise ConfigError(f"model_type {kind!r} is not a known architecture; known: {', '.join(FAMILIES)}")

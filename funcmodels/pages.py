@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import Any
 
 from .errors import OutOfPages
 
@@ -24,6 +25,13 @@ class PagePool:
         self.owned = owned
         self._references = [0] * (pages + 1)
         self._free = list(range(1, pages + 1))
+
+    def __getstate__(self) -> tuple[int, bool]:
+        return self.pages, self.owned
+
+    def __setstate__(self, values: tuple[int, bool]) -> None:
+        # A copied or unpickled pool is held only by the leases that come with it: each takes its pages again.
+        self.__init__(*values)
 
     @property
     def free(self) -> int:
@@ -47,6 +55,11 @@ class PagePool:
         for page in pages:
             self._references[page] += 1
 
+    def claim(self, pages: Sequence[int]) -> None:
+        """Hold each of `pages` once more, free or not: for a lease that was copied together with its pool."""
+        self.share(pages)
+        self._free = sorted(page for page in self._free if not self._references[page])
+
     def give_back(self, pages: Sequence[int]) -> None:
         """Hold each of `pages` once less; free those that nobody holds."""
         for page in pages:
@@ -63,10 +76,6 @@ class Lease:
         self.pages = tuple(pages)
         self.ended = False
 
-    def grow(self, count: int) -> None:
-        """Take `count` more pages."""
-        self.pages += tuple(self.pool.take(count))
-
     def end(self) -> None:
         """Return the pages. A second call does nothing."""
         if not self.ended:
@@ -79,6 +88,11 @@ class Lease:
         moved = Lease(self.pool, self.pages)
         self.end()
         return moved
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+        if not self.ended:
+            self.pool.claim(self.pages)
 
     def __del__(self) -> None:
         self.end()

@@ -19,9 +19,9 @@ from lowering.host import HostLengths
 from params.tree import dotted, map, num_bytes, off_tree, size, static, tree
 from torch import Tensor
 
-from .errors import StateError
+from .errors import StaleStateError, StateError
 from .pages import Lease, PagePool
-from .token_log import TokenLog, tip_at
+from .token_log import TokenLog, stale_rows
 
 E = TypeVar("E", bound="Recurrent")
 
@@ -81,11 +81,11 @@ class State:
     def __repr__(self) -> str:
         kinds = [type(entry).__name__ for entry in self.layers]
         shown = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
-        bound = "" if self.host.exact else "<="
+        bound = "=" if self.host.exact else "<="
         status = self.host.used or ("pending" if self.pending is not None else None)
         tail = f", {status}" if status else ""
         return (
-            f"State(rows={self.rows}, lengths{bound}={list(self.host.lengths)}, max_len={self.max_len}, "
+            f"State(rows={self.rows}, lengths{bound}{list(self.host.lengths)}, max_len={self.max_len}, "
             f"page_size={self.page_size}, {shown}, {size(num_bytes(self))}{tail})"
         )
 
@@ -124,6 +124,18 @@ def check_usable(state: State) -> None:
             raise StateError(f"row {row} of this state was released; use the state that replaced it")
     if state.pending is not None:
         raise StateError("this state is pending after keep_steps=True; call commit(state, accepted) first")
+
+
+def check_fresh(state: State) -> None:
+    """`StaleStateError` naming the first stale row of a checked state (a host read; left out while tracing)."""
+    if state.log is None or torch._C._len_torch_dispatch_stack():
+        return
+    for row, stale in enumerate(stale_rows(state.log, state.page_table, state.lengths).tolist()):
+        if stale:
+            raise StaleStateError(
+                f"row {row} of this state is stale: another continuation of the same state has overwritten its newest "
+                "tokens; fork(state) before continuing it twice"
+            )
 
 
 def reserve(state: State, counts: Sequence[int]) -> State:
@@ -170,14 +182,12 @@ def commit(state: State, accepted: Int[Tensor, " rows"] | Sequence[int]) -> Stat
     if not isinstance(accepted, Tensor):
         accepted = torch.tensor(list(accepted), dtype=torch.int32)
     if accepted.shape != pending.shape:
-        raise ValueError(f"commit: accepted has {accepted.shape[0]} rows, the state has {state.rows}")
+        raise ValueError(f"commit: accepted has shape {list(accepted.shape)}, expected one count a row, [{state.rows}]")
     accepted = accepted.to(device=pending.device, dtype=pending.dtype)
     host = _committed(state.host, known)
     lengths = state.lengths - pending + accepted
     layers = tuple(entry.after(accepted) if isinstance(entry, Recurrent) else entry for entry in state.layers)
-    log = state.log
-    if log is not None:
-        log = replace(log, tip=tip_at(log, state.page_table, lengths, state.page_size))
+    log = state.log if state.log is None else state.log.after(accepted)
     return replace(state, lengths=lengths, layers=layers, pending=None, log=log, host=host)
 
 
@@ -210,7 +220,7 @@ def fork(state: State, rows: Sequence[int] | None = None) -> State:
     """
     check_usable(state)
     rows = list(range(state.rows) if rows is None else rows)
-    _check_rows(state, rows, empty_allowed=False)
+    _check_rows("fork", state, rows)
     lengths = state.lengths.tolist()
     pool = state.host.leases[0].pool
     width = state.page_table.shape[1]
@@ -259,7 +269,7 @@ def select(state: State, rows: Sequence[int]) -> State:
     """The state of distinct `rows`, in that order; -1 makes an empty row. `ValueError` for a repeat: `fork` copies."""
     check_usable(state)
     rows = list(rows)
-    _check_rows(state, rows, empty_allowed=True)
+    _check_rows("select", state, rows, least=-1)
     live = [row for row in rows if row >= 0]
     if len(set(live)) < len(live):
         raise ValueError(f"select: rows {rows} name a row twice, and both would share its pages; fork(state, rows) copies")
@@ -277,7 +287,7 @@ def release(state: State, rows: Sequence[int] | None = None) -> State:
             lease.end()
         host.used = "released"
         return state
-    _check_rows(state, rows, empty_allowed=False)
+    _check_rows("release", state, rows)
     gone = set(rows)
     kept = [row if row not in gone else -1 for row in range(state.rows)]
     leases = tuple(_released(lease) if row in gone else lease for row, lease in enumerate(host.leases))
@@ -292,11 +302,12 @@ def _released(lease: Lease) -> Lease:
     return Lease(lease.pool)
 
 
-def _check_rows(state: State, rows: Sequence[int], *, empty_allowed: bool) -> None:
-    least = -1 if empty_allowed else 0
+def _check_rows(call: str, state: State, rows: Sequence[int], least: int = 0) -> None:
+    if not rows:
+        raise ValueError(f"{call}: no rows are given; name at least one of 0..{state.rows - 1}")
     for row in rows:
         if not least <= row < state.rows:
-            raise ValueError(f"row {row} is not in {least}..{state.rows - 1}")
+            raise ValueError(f"{call}: row {row} is not in {least}..{state.rows - 1}")
 
 
 def _take_rows(state: State, rows: list[int], leases: tuple[Lease, ...], lengths: list[int]) -> State:
@@ -328,18 +339,19 @@ def _map_appended(state: State, function: Any) -> State:
     layers = tuple(map(function, entry) if isinstance(entry, Appended) else entry for entry in state.layers)
     log = state.log
     if log is not None:
-        log = replace(log, tokens=function(log.tokens), prefix=function(log.prefix))
+        log = replace(log, token=function(log.token), prefix=function(log.prefix))
     return replace(state, layers=layers, log=log)
 
 
 def logical(state: State, row: int) -> dict[str, Tensor]:
     """What row `row` remembers: each entry as a dense tensor, appended ones cut to the row's length.
 
-    Keys are `layers.3.k` and the like. Reads the row's length from the device.
+    Keys are `layers.3.k` and the like. Reads the row's length from the device. Raises `StateError` for a state that is
+    pending or can no longer be used, `StaleStateError` for a checked one that is stale.
     """
-    if state.pending is not None:
-        raise StateError("logical: this state is pending; commit(state, accepted) first")
-    _check_rows(state, [row], empty_allowed=False)
+    check_usable(state)
+    _check_rows("logical", state, [row])
+    check_fresh(state)
     length = int(state.lengths[row])
     found: dict[str, Tensor] = {}
     for index, entry in enumerate(state.layers):

@@ -6,19 +6,19 @@ Everything a layer needs to know beside its own parameters and past is in a `Ste
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int
 from lowering.host import HostLengths
 from lowering.ops.ragged import row_of_token
 from torch import Tensor
-from torch._C._functorch import get_interpreter_stack, is_functorch_wrapped_tensor
+from torch._C._functorch import TransformType, get_interpreter_stack, is_functorch_wrapped_tensor
 
 from .batch import Batch, check_room
-from .errors import StaleStateError, StateError
-from .state import Entry, State, check_usable, grown, host_lengths, reserve
-from .token_log import TokenLog, stale_rows, written
+from .errors import StateError
+from .state import Entry, State, check_fresh, check_usable, grown, host_lengths, reserve
+from .token_log import TokenLog, mix, written
 
 MAX_KEPT_STEPS = 8
 """Most tokens a row may offer with `keep_steps`: what Ascend's recurrent delta-rule operator serves in one call."""
@@ -55,6 +55,8 @@ class Step:
 def begin(state: State | None, batch: Batch, keep_steps: bool = False) -> Step:
     """Check the call, reserve pages, and lay out the rows."""
     tokens = batch.tokens.shape[0]
+    if tokens == 0:
+        raise ValueError("the batch has no tokens: every row idles; skip the call, or pad the batch")
     row = _rows_of(batch)
     if state is None:
         if keep_steps:
@@ -62,6 +64,9 @@ def begin(state: State | None, batch: Batch, keep_steps: bool = False) -> Step:
         offset = torch.arange(tokens, device=row.device) - batch.query_start[row.clamp(max=batch.rows - 1)]
         return Step(batch.query_start, offset, row, batch.max_query, batch.uniform, False)
     counts = _checked_counts(state, batch, keep_steps)
+    if not (batch.counts or batch.uniform):
+        state = replace(state, host=replace(state.host, exact=False))
+    check_fresh(state)
     state = reserve(state, counts)
     new = batch.query_start.diff()
     first = torch.cat((state.lengths, state.lengths.new_zeros(1)))
@@ -70,8 +75,7 @@ def begin(state: State | None, batch: Batch, keep_steps: bool = False) -> Step:
     slots = _slots(state, row, positions)
     log = state.log
     if log is not None:
-        _check_fresh(state, log)
-        log = written(log, batch.tokens, positions, slots, row, batch.query_start)
+        log = written(log, _hashes(batch, positions), slots, row, start, batch.max_query if keep_steps else None)
     return Step(
         start, positions, row, batch.max_query, batch.uniform, keep_steps, state.lengths + new, state.page_table,
         slots, host_lengths(state, counts), log, state, counts,
@@ -107,7 +111,12 @@ def _checked_counts(state: State, batch: Batch, keep_steps: bool) -> tuple[int, 
 
 
 def _check_transforms(state: State) -> None:
-    if get_interpreter_stack() and not is_functorch_wrapped_tensor(state.lengths):
+    stack = get_interpreter_stack()
+    if not stack:
+        return
+    if any(level.key() == TransformType.Vmap for level in stack):
+        raise StateError("a state's pages cannot be mapped over by torch.func.vmap; pass state=None to train or score")
+    if not is_functorch_wrapped_tensor(state.lengths):
         raise StateError(
             "a state made outside a function transform cannot be written inside it; pass state=None to "
             "train or score, or make the state inside the transformed function"
@@ -123,12 +132,9 @@ def _slots(state: State, row: Tensor, positions: Tensor) -> Tensor:
     return torch.where(live, table.long() * state.page_size + offset, scratch)
 
 
-def _check_fresh(state: State, log: TokenLog) -> None:
-    if torch._C._len_torch_dispatch_stack():
-        return
-    for row, stale in enumerate(stale_rows(log, state.page_table, state.lengths).tolist()):
-        if stale:
-            raise StaleStateError(
-                f"row {row} of this state is stale: another continuation of the same state has overwritten its newest "
-                "tokens; fork(state) before continuing it twice"
-            )
+def _hashes(batch: Batch, positions: Tensor) -> Tensor:
+    """A hash of each token at its place, and at its rotary positions where those are given."""
+    hashes = mix(batch.tokens, positions)
+    for axis in () if batch.positions is None else batch.positions:
+        hashes = mix(hashes, axis)
+    return hashes

@@ -1,13 +1,14 @@
 """Checked states: a log of which token, after which prefix, wrote each slot of the pool.
 
-Two continuations of one state write the same slots; the one that wrote first is then stale. The log keeps the token
-and the hash of the prefix ending with it a slot, and the hash of its newest prefix a row, so that `stale_rows` can
-tell. A prefix hash is a sum over positions of mix(token, position), in wrapping int64.
+Two continuations of one state write the same slots; the one that wrote first is then stale. The log keeps a hash of the
+token and of the prefix ending with it a slot, and the hash of its newest prefix a row, so that `stale_rows` can tell. A
+prefix hash is the sum of its tokens' hashes, in wrapping int64.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from params.tree import tree
 from torch import Tensor
@@ -15,11 +16,17 @@ from torch import Tensor
 
 @tree
 class TokenLog:
-    """The token and prefix hash at each slot, and the hash of each row's newest token."""
+    """Token and prefix hash of each slot, and the prefix hash of each row; `steps`, while pending, after each new token."""
 
-    tokens: Int[Tensor, "pages page_size"]
+    token: Int[Tensor, "pages page_size"]
     prefix: Int[Tensor, "pages page_size"]
     tip: Int[Tensor, " rows"]
+    steps: Int[Tensor, "rows kept"] | None = None
+
+    def after(self, accepted: Int[Tensor, " rows"]) -> TokenLog:
+        """The log when the first `accepted` of each row's pending tokens count. Slots are not read: they may be another's."""
+        assert self.steps is not None
+        return TokenLog(self.token, self.prefix, self.steps.gather(1, accepted.long()[:, None])[:, 0])
 
 
 def mix(tokens: Tensor, positions: Tensor) -> Tensor:
@@ -31,31 +38,30 @@ def mix(tokens: Tensor, positions: Tensor) -> Tensor:
 
 
 def written(
-    log: TokenLog, tokens: Tensor, positions: Tensor, slots: Tensor, row: Tensor, query_start: Tensor
+    log: TokenLog, hashes: Tensor, slots: Tensor, row: Tensor, query_start: Tensor, kept: int | None
 ) -> TokenLog:
-    """The log with new tokens stored at their slots (in place, as the pages are) and the rows' new tips."""
+    """The log with new tokens' hashes stored at their slots (in place, as the pages are) and the rows' new tips.
+
+    `kept` is the most tokens of any row when the state becomes pending, else None.
+    """
     rows = log.tip.shape[0]
-    running = torch.where(row < rows, mix(tokens, positions), 0).cumsum(0)
-    before = torch.nn.functional.pad(running, (1, 0))[query_start.long()]
-    prefix = torch.nn.functional.pad(log.tip, (0, 1))[row] + running - before[row.clamp(max=rows - 1)]
-    log.tokens.view(-1).index_copy_(0, slots, tokens.to(log.tokens.dtype))
-    log.prefix.view(-1).index_copy_(0, slots, prefix)
-    return TokenLog(log.tokens, log.prefix, log.tip + before[1:] - before[:-1])
-
-
-def tip_at(log: TokenLog, page_table: Tensor, lengths: Tensor, page_size: int) -> Int[Tensor, " rows"]:
-    """The prefix hash at each row's newest token; 0 for an empty row."""
-    last = (lengths.long() - 1).clamp(min=0)
-    page = page_table.long().gather(1, (last // page_size)[:, None])[:, 0]
-    return torch.where(lengths > 0, log.prefix[page, last % page_size], 0)
+    hashes = torch.where(row < rows, hashes, 0)
+    total = F.pad(hashes.cumsum(0), (1, 0))
+    start, end = total[query_start[:-1].long()], total[query_start[1:].long()]
+    base = F.pad(log.tip - start, (0, 1))
+    log.token.view(-1).index_copy_(0, slots, hashes)
+    log.prefix.view(-1).index_copy_(0, slots, base[row] + total[1:])
+    steps = None
+    if kept is not None:
+        at = query_start[:-1, None] + torch.arange(kept + 1, device=row.device)
+        steps = base[:-1, None] + total[torch.minimum(at, query_start[1:, None])]
+    return TokenLog(log.token, log.prefix, log.tip + end - start, steps)
 
 
 def stale_rows(log: TokenLog, page_table: Tensor, lengths: Tensor) -> Bool[Tensor, " rows"]:
     """True for each row whose slots no longer hold the tokens, each after the prefix, that the row was built from."""
-    tokens, prefix = (x[page_table.long()].flatten(1) for x in (log.tokens, log.prefix))
-    at = torch.arange(tokens.shape[1], device=tokens.device)
-    held = at < lengths[:, None]
-    before = torch.nn.functional.pad(prefix, (1, 0))[:, :-1]
-    chained = prefix == before + mix(tokens, at)
+    token, prefix = (x[page_table.long()].flatten(1) for x in (log.token, log.prefix))
+    held = torch.arange(token.shape[1], device=token.device) < lengths[:, None]
+    chained = prefix == F.pad(prefix, (1, 0))[:, :-1] + token
     tip = prefix.gather(1, (lengths.long() - 1).clamp(min=0)[:, None])[:, 0]
     return (held & ~chained).any(1) | ((lengths > 0) & (tip != log.tip))

@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 import torch
 from params import tree
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
 
 from . import registry
 from . import target as targets
@@ -28,6 +30,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 Refusal = Callable[..., "str | None"]
 
 REFERENCE = "torch"
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+"""Types of static arguments that stand for themselves in the key of a choice."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +86,11 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = MODE.get()
-        key = (mode.key, _surroundings(), *map(_static, args), *kwargs, *map(_static, kwargs.values()))
+        surroundings = _surroundings()
+        key = _key(mode.key, surroundings, args, kwargs)
         choice = self._choices.get(key)
         if choice is None:
-            choice = self._choices[key] = self.choose(mode, key[1], args, kwargs)
+            choice = self._choices[key] = self.choose(mode, surroundings, args, kwargs)
         if mode.report is not None:
             mode.report.add(choice, args, kwargs)
         if mode.dry and choice.kernel.host_reads:
@@ -110,7 +116,7 @@ class Op:
                 raise LoweringError(
                     f"{self.name}: kernel {name!r} takes {inspect.signature(run)}, the op takes {self.signature}"
                 )
-            added = Kernel(name, run, targets, refuse, host_reads, batches, prepare)
+            added = Kernel(name, _checked_like(self.body, run), targets, refuse, host_reads, batches, prepare)
             reference = self.kernels.pop(REFERENCE)
             self.kernels |= {name: added, REFERENCE: reference}
             self._choices.clear()
@@ -133,6 +139,7 @@ class Op:
     def choose(self, mode: Mode, surroundings: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """Try the kernels in order; `LoweringError` when the policy leaves none."""
         target = mode.target or targets.of_device(_device(args, kwargs))
+        surroundings = "" if mode.dry else surroundings or _without_values(args, kwargs)
         asked = mode.policy.prefer.get(self.name)
         tried = [self.kernel_named(asked)] if asked else list(self.kernels.values())
         refused: dict[str, str] = {}
@@ -140,7 +147,7 @@ class Op:
             if kernel.name == REFERENCE and mode.policy.strict and asked is None:
                 refused[kernel.name] = "strict=True leaves the Torch reference out"
                 continue
-            reason = _refusal(kernel, target, "" if mode.dry else surroundings, args, kwargs)
+            reason = _refusal(kernel, target, surroundings, args, kwargs)
             if reason is None:
                 return Choice(self.name, kernel, refused, target)
             refused[kernel.name] = reason
@@ -150,6 +157,22 @@ class Op:
 def op(body: Callable[..., Any]) -> Op:
     """Make a typed function an op: its body is the reference, its name the name users type."""
     return Op(body)
+
+
+def _checked_like(body: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` under the same type checks as the body, where jaxtyping's import hook has put some on it."""
+    plain = inspect.unwrap(body)
+    if plain is body:
+        return run
+    from beartype import beartype
+    from jaxtyping import jaxtyped
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    functools.update_wrapper(checked, plain)
+    vars(checked)["__signature__"] = inspect.signature(plain, eval_str=True)
+    return jaxtyped(checked, typechecker=beartype)
 
 
 def _refusal(kernel: Kernel, target: Target, surroundings: str, args: Any, kwargs: Any) -> str | None:
@@ -174,24 +197,42 @@ def _no_kernel(op: Op, target: Target, asked: str | None, refused: dict[str, str
     return f"{op.name}: {head} on target {target.name}\n{reasons}\n{called}\n{fix}"
 
 
+def _key(mode: int, surroundings: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What the choice may depend on: never values.
+
+    This runs on every op call, so it is flat. The tensors of a call lie on one device: the first speaks for all.
+    """
+    key: list[Any] = [mode, surroundings, getattr(args[0], "device", None) if args else None, *kwargs]
+    for value in args:
+        if type(value) is Tensor:
+            key.append(value.shape)
+            key.append(value.dtype)
+        else:
+            key.append(_static(value))
+    for value in kwargs.values():
+        key.append(value if type(value) in _PLAIN else _static(value))
+    return tuple(key)
+
+
 def _static(value: Any) -> Any:
-    """What the choice may depend on: never values."""
     if isinstance(value, Tensor):
-        return value.shape, value.dtype, value.device
-    if isinstance(value, tuple):
-        return tuple(map(_static, value))
-    key = getattr(value, "static_key", None)
-    return value if key is None else key()
+        return type(value), value.shape, value.dtype, value.device
+    return value.static_key() if hasattr(value, "static_key") else value
 
 
 def _surroundings() -> str:
     """Why host reads are not allowed here, or an empty string."""
-    if torch._C._len_torch_dispatch_stack():
+    if _len_torch_dispatch_stack():
         return "tracing"
     stack = get_interpreter_stack()
     if stack and any(level.key() == TransformType.Vmap for level in stack):
         return "vmap"
     return ""
+
+
+def _without_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    return "a tensor without values" if any(x.is_meta or isinstance(x, FakeTensor) for x in tensors) else ""
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

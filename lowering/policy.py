@@ -54,7 +54,8 @@ class Mode:
         object.__setattr__(self, "key", key)
 
 
-def _from_environment() -> Policy:
+def from_environment() -> Policy:
+    """The policy that the environment variable asks for. Names are checked once the ops are registered."""
     text = os.environ.get(ENVIRONMENT, "")
     prefer: dict[str, str] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
@@ -65,7 +66,15 @@ def _from_environment() -> Policy:
     return Policy(prefer)
 
 
-MODE: ContextVar[Mode] = ContextVar("lowering_mode", default=Mode(_from_environment()))
+MODE: ContextVar[Mode] = ContextVar("lowering_mode", default=Mode(from_environment()))
+
+
+def check(policy: Policy) -> None:
+    """`LoweringError` for an op or kernel that does not exist."""
+    from . import registry
+
+    for op, kernel in policy.prefer.items():
+        registry.find(op).kernel_named(kernel)
 
 
 @contextmanager
@@ -77,13 +86,10 @@ def use(
     `policy` replaces the one in force; keyword pairs are added to it. `target` lowers for that machine instead of
     the tensors' own. `strict=True` makes every op without a chosen kernel an error instead of running its reference.
     """
-    from . import registry
-
     mode = MODE.get()
     base = mode.policy if policy is None else policy
     merged = Policy({**base.prefer, **prefer}, base.strict if strict is None else strict)
-    for op, kernel in merged.prefer.items():
-        registry.find(op).kernel_named(kernel)
+    check(merged)
     chosen = mode.target if target is None else targets.named(target)
     token = MODE.set(replace(mode, policy=merged, target=chosen))
     try:

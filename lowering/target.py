@@ -45,15 +45,13 @@ EVERY = tuple(name for name, target in TARGETS.items() if target.refused is None
 
 def named(name: str | Target) -> Target:
     """The target called `name`; `LoweringError` for one that is unknown or refused."""
-    if isinstance(name, Target):
-        return name
-    target = TARGETS.get(name)
+    target = name if isinstance(name, Target) else TARGETS.get(name)
     if target is None:
-        near = difflib.get_close_matches(name, TARGETS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise LoweringError(f"unknown target {name!r}{hint} Known targets: {', '.join(TARGETS)}")
+        near = difflib.get_close_matches(str(name), TARGETS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise LoweringError(f"unknown target {name!r}; {hint}known targets: {', '.join(TARGETS)}")
     if target.refused is not None:
-        raise LoweringError(f"target {name!r} is refused: {target.refused}")
+        raise LoweringError(f"target {target.name!r} is refused: {target.refused}")
     return target
 
 

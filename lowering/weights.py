@@ -18,6 +18,10 @@ from .target import Target
 T = TypeVar("T")
 
 
+class PreparedWeight:
+    """A weight in a kernel's own layout: has a `device` and a `static_key()`, and means nothing to other kernels."""
+
+
 def prepare(params: T, target: str | Target | None = None) -> T:
     """The same parameters with each weight in the layout of the first kernel that wants one on `target`.
 

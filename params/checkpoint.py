@@ -121,11 +121,14 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _same_bytes(first: StoredTensor, second: StoredTensor) -> bool:
     """Whether two tensors of the same shape and dtype hold the same bits."""
-    with first.file.open("rb") as one, second.file.open("rb") as two:
-        one.seek(first.offset)
-        two.seek(second.offset)
-        sizes = [min(CHUNK, first.nbytes - start) for start in range(0, first.nbytes, CHUNK)]
-        return all(one.read(size) == two.read(size) for size in sizes)
+    try:
+        with first.file.open("rb") as one, second.file.open("rb") as two:
+            one.seek(first.offset)
+            two.seek(second.offset)
+            sizes = [min(CHUNK, first.nbytes - start) for start in range(0, first.nbytes, CHUNK)]
+            return all(one.read(size) == two.read(size) for size in sizes)
+    except OSError as error:
+        raise CheckpointError(f"{first.file} or {second.file} cannot be read: {error}") from error
 
 
 def _read_all(jobs: list[tuple[StoredTensor, Tensor]], advance: Callable[[int], None]) -> None:

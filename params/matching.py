@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -26,6 +26,7 @@ LISTED = 200
 """Problems of one kind that a message spells out."""
 
 
+@runtime_checkable
 class Shaped(Protocol):
     """A tensor, or a description of one."""
 

@@ -77,8 +77,9 @@ def tree(cls: type[T]) -> type[T]:
 
     def unflatten(leaves: Any, context: Any) -> T:
         present, values, rider = context
-        fields = dict.fromkeys(children) | dict(zip(present, leaves, strict=True)) | dict(zip(facts, values, strict=True))
-        return unchecked(cls, **fields, **dict(zip(riders, rider.values, strict=True)))
+        absent = dict.fromkeys(children)
+        given = zip((*present, *facts, *riders), (*leaves, *values, *rider.values), strict=True)
+        return unchecked(cls, **absent | dict(given))
 
     pytree.register_pytree_node(
         cls,
@@ -197,7 +198,7 @@ def describe(leaf: Any) -> str:
     return repr(leaf)
 
 
-def size(count: float) -> str:
+def size(count: int | float) -> str:
     """Bytes for people: `7.4 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:

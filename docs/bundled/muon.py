@@ -16,7 +16,7 @@ from params.spec import TensorSpec
 from torch import Tensor
 
 MOMENTUM = 0.95
-SECOND = 0.95
+SECOND = 0.98
 EPSILON = 1e-8
 DECAY = 0.1
 MATRIX_SCALE = 0.2  # root mean square of an AdamW step, in learning rates

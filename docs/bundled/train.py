@@ -23,14 +23,18 @@ import funcmodels as fm
 import muon
 import numpy as np
 import torch
+import torch._inductor
+import torch._inductor.config
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from params import tree
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 HERE = Path(__file__).parent
-ROWS, LENGTH = 8, 512  # sequences a step, tokens a sequence
+ROWS, LENGTH = 4, 512  # sequences a step, tokens a sequence
 RATE, WARMUP = 6e-3, 100
 CLIP = 1.0
 SEED = 0
@@ -115,6 +119,42 @@ def restore(path: Path, params: Any) -> tuple[Any, muon.Moments, dict[str, Any]]
     return found["params"], muon.Moments(found["first"], found["second"]), facts
 
 
+def one_core() -> None:
+    """Run and compile on one core, and take denormal numbers as zero (they make a backward pass ten times as slow)."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    torch._inductor.config.cpp.threads = 1
+    torch._inductor.config.compile_threads = 1
+
+
+class Gradient:
+    """Mean loss of a step and its gradient, compiled.
+
+    The whole of `grad_and_value` is traced once into a graph of plain operators, and Inductor fuses them: minutes to
+    begin with, then about three times the tokens a core second of deriving the gradient operator by operator.
+    """
+
+    def __init__(self, loss: Callable[..., Tensor], params: Any, data: Data) -> None:
+        self.data = data
+        leaves, self.taken = pytree.tree_flatten((params, *inputs(data.windows(0))))
+        differentiate = torch.func.grad_and_value(loss)
+
+        def flat(*values: Tensor) -> tuple[Tensor, ...]:
+            found, self.given = pytree.tree_flatten(differentiate(*pytree.tree_unflatten(values, self.taken)))
+            return tuple(found)
+
+        graph = make_fx(flat, tracing_mode="fake")(*leaves)
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        self.run = torch._inductor.compile(graph, leaves)
+
+    @torch.no_grad()
+    def __call__(self, params: Any, step: int) -> tuple[Any, float]:
+        leaves, _ = pytree.tree_flatten((params, *inputs(self.data.windows(step))))
+        grads, loss = pytree.tree_unflatten(list(self.run(*leaves)), self.given)
+        return grads, loss.item()
+
+
 class Clock:
     """Wall time of this call: minutes left, and the learning rate's factor at the end."""
 
@@ -132,7 +172,7 @@ class Clock:
 
 def main() -> None:
     args = parse()
-    torch.set_num_threads(args.threads)
+    one_core()
     args.run.mkdir(parents=True, exist_ok=True)
     data = Data(args.data)
     model = fm.build(json.loads((HERE / "config.json").read_text()))
@@ -148,24 +188,22 @@ def main() -> None:
 def train(args: Any, model: Any, data: Data, params: Any, moments: Any, facts: Any, say: Callable[[str], None]) -> None:
     """Step until the clock runs out; checkpoints and the log go to the run's folder."""
     loss = make_loss(model, torch.bfloat16)
-    differentiate = torch.func.grad_and_value(loss)
-    if args.compile:
-        differentiate = torch.compile(differentiate, fullgraph=True)
     clock = Clock(args.minutes, args.decay_minutes)
+    gradient = Gradient(loss, params, data)
     run = Run(args.run, facts, clock, say)
     say(f"from step {facts['step']}, {facts['seconds'] / 60:.1f} minutes trained before")
     for step in run.steps():
-        grads, value = differentiate(params, *inputs(data.windows(step)))
+        grads, value = gradient(params, step)
         grads, norm = muon.clip(grads, CLIP)
         rate = RATE * args.rate * clock.factor(step)
         params, moments = muon.update(model.param_spec(), params, moments, grads, step + 1, rate)
-        run.after(step, value.item(), norm.item(), rate)
+        run.after(step, value, norm.item(), rate)
         if run.save_due():
             save(run.checkpoint(), params, moments, run.facts())
         if (step + 1) % EVAL_EVERY == 0:
             say(f"step {step + 1} held-out sample {bits_per_byte(loss, params, data, every=12):.4f} bits per byte")
     save(args.run / "newest.safetensors", params, moments, run.facts())
-    say(f"stop at step {run.step}: held-out {bits_per_byte(loss, params, data):.4f} bits per byte")
+    say(f"stop at step {run.step} after {run.facts()['seconds'] / 60:.1f} minutes of training")
 
 
 class Run:
@@ -222,8 +260,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--decay-minutes", type=float, default=0.0)
     parser.add_argument("--rate", type=float, default=1.0, help="factor on the learning rate")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--compile", action="store_true", help="compile the step: minutes to start, then faster")
     return parser.parse_args()
 
 

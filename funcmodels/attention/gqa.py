@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float
 from lowering import ops
-from params.tree import tree, unchecked
+from params.tree import map, tree, unchecked
 from torch import Tensor
 
 from ..blocks.linear import Linear, Norm, linear_spec, norm_spec
@@ -87,6 +87,9 @@ def attend(
     rows = {"max_query": step.max_query, "uniform": step.uniform}
     if past is None:
         return ops.attention(q, k, v, step.query_start, scale=scale, **rows), None
+    if k.requires_grad:
+        # Under autograd nothing is written in place: a backward reads the pages as they were.
+        past = map(torch.clone, past)
     pages = KeyValuePages(*ops.write_pages(past.k, past.v, k, v, step.slots))
     y = ops.paged_attention(
         q, pages.k, pages.v, step.page_table, step.lengths, step.query_start, step.host, scale=scale, **rows

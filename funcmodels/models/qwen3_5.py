@@ -46,6 +46,7 @@ class Qwen35Config:
     rope_theta: float
     partial_rotary_factor: float
     mrope_section: tuple[int, ...]
+    full_attention_interval: int = 4
     linear_conv_kernel_dim: int = 4
     intermediate_size: int = 0
     num_experts: int = 0
@@ -97,25 +98,34 @@ class Qwen35Params:
 
 def read_config(given: Mapping[str, Any]) -> Qwen35Config:
     """The text model's config, from a text or a vision-language `config.json`. Raises `ConfigError`."""
-    text = {**given, **given.get("text_config", {})}
+    text = {**given, **configs.section(given, "text_config")}
     rope = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
-    rope |= {name: text[name] for name in rope if text.get(name) is not None} | (text.get("rope_parameters") or {})
-    every = text.get("full_attention_interval", 4)
-    kinds = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(text.get("num_hidden_layers", 0))]
-    config = configs.read(Qwen35Config, {**rope, "layer_types": kinds, **{k: v for k, v in text.items() if v is not None}})
-    _check(config, {**text, **rope})
+    rope |= {name: text[name] for name in rope if text.get(name) is not None}
+    rope |= configs.section(text, "rope_parameters") or configs.section(text, "rope_scaling")
+    fields = {"layer_types": _layer_types(text), **{k: v for k, v in text.items() if v is not None}, **rope}
+    sizes = _MOE_SIZES if "moe" in str(text.get("model_type")) else ("intermediate_size",)
+    config = configs.read(Qwen35Config, fields, required=sizes)
+    _check(config, fields, sizes)
     return config
 
 
-def _check(config: Qwen35Config, given: Mapping[str, Any]) -> None:
-    dense, moe = config.intermediate_size > 0, config.num_experts > 0
-    positive = [name for name in vars(config) if name.endswith(("_size", "_heads", "_dim", "_layers")) and name not in _MAY_BE_ZERO]
+def _layer_types(given: Mapping[str, Any]) -> list[str]:
+    """Every n-th layer attends fully, by default every fourth. Wrong types are left to the config's own check."""
+    layers, every = given.get("num_hidden_layers"), given.get("full_attention_interval") or 4
+    if not isinstance(layers, int) or not isinstance(every, int):
+        return []
+    return ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
+
+
+def _check(config: Qwen35Config, given: Mapping[str, Any], sizes: Sequence[str]) -> None:
+    moe = config.num_experts > 0
+    found = {name: getattr(config, name) for name in (*_POSITIVE, *sizes)}
+    rope_type = given.get("rope_type", given.get("type", "default"))
     configs.require(
-        *((getattr(config, name) > 0, f"{name} must be positive, found {getattr(config, name)}") for name in positive),
-        (moe or dense, "neither intermediate_size (dense) nor num_experts (mixture of experts) is given"),
-        (not moe or 0 < config.num_experts_per_tok <= config.num_experts, "num_experts_per_tok must be in 1..num_experts"),
-        (not moe or config.moe_intermediate_size > 0, "moe_intermediate_size is missing"),
-        (not moe or config.shared_expert_intermediate_size > 0, "shared_expert_intermediate_size is missing"),
+        *((value > 0, f"{name} must be positive, found {value}") for name, value in found.items()),
+        (config.mtp_num_hidden_layers >= 0, f"mtp_num_hidden_layers must not be negative, found {config.mtp_num_hidden_layers}"),
+        (moe == (sizes is _MOE_SIZES), f"model_type {given.get('model_type')!r} and num_experts {config.num_experts} contradict each other"),
+        (not moe or config.num_experts_per_tok <= config.num_experts, f"num_experts_per_tok {config.num_experts_per_tok} is more than num_experts {config.num_experts}"),
         (len(config.layer_types) == config.num_hidden_layers, f"layer_types has {len(config.layer_types)} entries, num_hidden_layers is {config.num_hidden_layers}"),
         (set(config.layer_types) <= {"full_attention", "linear_attention"}, f"layer_types may hold full_attention and linear_attention, found {sorted(set(config.layer_types))}"),
         (config.num_attention_heads % max(config.num_key_value_heads, 1) == 0, "num_attention_heads must be a multiple of num_key_value_heads"),
@@ -124,11 +134,17 @@ def _check(config: Qwen35Config, given: Mapping[str, Any]) -> None:
         (len(config.mrope_section) == 3, f"mrope_section must have three parts, found {list(config.mrope_section)}"),
         (given.get("hidden_act", "silu") == "silu", f"hidden_act {given.get('hidden_act')!r} is not supported; Qwen3.5 uses silu"),
         (not given.get("attention_bias", False), "attention_bias true is not supported"),
-        (given.get("rope_type", "default") == "default", f"rope_type {given.get('rope_type')!r} is not supported; only default is"),
+        (given.get("attn_output_gate", True), "attn_output_gate false is not supported: Qwen3.5 gates its attention"),
+        (rope_type == "default", f"rope_type {rope_type!r} is not supported; only default is"),
     )  # fmt: skip
 
 
-_MAY_BE_ZERO = {"intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "mtp_num_hidden_layers"}
+_MOE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+_POSITIVE = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim", "max_position_embeddings", "full_attention_interval", "rope_theta", "rms_norm_eps",
+)  # fmt: skip
 
 
 def param_spec(config: Qwen35Config) -> Qwen35Params:

@@ -44,8 +44,9 @@ def write_pages(
 
     The pages are the caller's own: slots are past every held length, so no older state can see the write.
     """
-    k_pages.flatten(0, 1).index_copy_(0, slots, k.to(k_pages.dtype))
-    v_pages.flatten(0, 1).index_copy_(0, slots, v.to(v_pages.dtype))
+    for pages, new in ((k_pages, k), (v_pages, v)):
+        # A view or an error: on a copy the write would be lost.
+        pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, new.to(pages.dtype))
     return k_pages, v_pages
 
 

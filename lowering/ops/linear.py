@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..op import op
+from ..weights import PreparedWeight
 
 
 @op
-def linear(x: Float[Tensor, "*lead inputs"], weight: Float[Tensor, "outputs inputs"] | Any) -> Float[Tensor, "*lead outputs"]:
+def linear(
+    x: Float[Tensor, "*lead inputs"], weight: Float[Tensor, "outputs inputs"] | PreparedWeight
+) -> Float[Tensor, "*lead outputs"]:
     """x @ weight.T. The weight may also be a prepared one (see `lowering.prepare`); the kernel then knows its layout."""
+    assert isinstance(weight, Tensor)
     return F.linear(x, weight)
 
 

@@ -40,4 +40,5 @@ def to_flat(x: Tensor, query_start: Tensor, tokens: int, uniform: bool) -> Tenso
 
 def row_of_token(query_start: Tensor, tokens: int) -> Tensor:
     """[tokens]: the row each token belongs to; `rows`, the scratch row, for padding."""
-    return torch.searchsorted(query_start[1:], torch.arange(tokens, device=query_start.device, dtype=query_start.dtype), right=True)
+    at = torch.arange(tokens, device=query_start.device, dtype=query_start.dtype)
+    return torch.searchsorted(query_start[1:].contiguous(), at, right=True)

@@ -82,7 +82,9 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, state: Tensor
     """q, k [rows k_heads 1 chunks n dim]; v, g, b with `shared` value heads in place of 1; state [... v_dim k_dim]."""
     c = g.cumsum(-1)
     ones = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device)
-    spread = _exp(torch.where(ones.tril(), c[..., :, None] - c[..., None, :], -torch.inf))
+    # The diagonal is a constant 0: its gradient would cancel, but only after swamping gradients of strong decays.
+    above = torch.zeros(CHUNK, CHUNK, device=q.device).masked_fill(ones.triu(1), -torch.inf)
+    spread = _exp(torch.where(ones.tril(-1), c[..., :, None] - c[..., None, :], above))
     chained = torch.where(ones.tril(-1), b[..., None] * (k @ k.mT) * spread, 0)
     wanted = torch.cat((b[..., None] * v, (b * _exp(c))[..., None] * k), -1)
     solved = torch.linalg.solve_triangular(chained, wanted, upper=False, unitriangular=True)

@@ -10,12 +10,13 @@ from params.tree import static, tree
 from torch import Tensor
 
 from ..ops.linear import linear
+from ..weights import PreparedWeight
 
 PACKABLE = (torch.float32, torch.bfloat16)
 
 
 @tree
-class PackedWeight:
+class PackedWeight(PreparedWeight):
     """A weight [outputs inputs] in oneDNN's layout for small row counts. Its bytes mean nothing outside the kernel."""
 
     packed: Tensor

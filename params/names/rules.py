@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -38,6 +38,7 @@ class Part(NamedTuple):
 Layout = tuple[Part, ...]
 
 
+@runtime_checkable
 class Rule(Protocol):
     """What a name table maps a leaf path to. `{i}` in a name stands for the layer number."""
 

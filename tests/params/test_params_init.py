@@ -90,5 +90,6 @@ def test_distributions() -> None:
 
 def test_unknown_initialiser() -> None:
     """A misspelt initialiser is named."""
+    wrong: Any = params.unchecked(TensorSpec, shape=(1,), init="gauss", dtype=None, parts=None)
     with pytest.raises(ValueError, match="unknown initialiser 'gauss'"):
-        params.init({"x": TensorSpec((1,), "gauss")})  # type: ignore[arg-type]
+        params.init({"x": wrong})

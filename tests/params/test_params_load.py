@@ -293,7 +293,7 @@ def test_wrong_dtypes(change: dict[str, torch.Tensor], dtype: torch.dtype | None
 def test_one_error_lists_everything(saved: Path, model: Any, spec_of: Any) -> None:
     """All kinds of misfit stand in one message, in the checkpoint's names, missing ones with the nearest."""
     tensors = weights(saved)
-    tensors["model.layers.3.self_attn.q_nrom.weight"] = tensors.pop("model.layers.3.self_attn.q_norm.weight")
+    tensors["model.layers.3.self_attn.query_norm.weight"] = tensors.pop("model.layers.3.self_attn.q_norm.weight")
     tensors["model.norm.weight"] = torch.zeros(31)
     tensors["model.layers.0.linear_attn.A_log"] = torch.zeros(4, dtype=torch.int64)
     rewrite(saved, tensors)
@@ -304,9 +304,9 @@ def test_one_error_lists_everything(saved: Path, model: Any, spec_of: Any) -> No
         f"{saved}: 4 of {total} tensors do not fit",
         "missing (1):",
         "  model.layers.3.self_attn.q_norm.weight, for layers.3.attn.q_norm.weight; "
-        "the nearest name is model.layers.3.self_attn.q_nrom.weight",
+        "the nearest name is model.layers.3.self_attn.query_norm.weight",
         "unexpected (1):",
-        "  model.layers.3.self_attn.q_nrom.weight, float32[16]",
+        "  model.layers.3.self_attn.query_norm.weight, float32[16]",
         "misshapen (1):",
         "  model.norm.weight is float32[31], expected [32] for norm.weight",
         "wrong dtype (1):",
@@ -371,7 +371,7 @@ import torch
 import params
 from params.names.rules import Names, Plain, Rows
 names = Names("big", {"merged": Rows(("a", "b", "c")), "plain": Plain("d")})
-spec = {"merged": params.TensorSpec((6144, 2048), parts=(4096, 1024, 1024)), "plain": params.TensorSpec((6000, 2048))}
+spec = {"merged": params.TensorSpec((6144, 4096), parts=(4096, 1024, 1024)), "plain": params.TensorSpec((6000, 4096))}
 small = {"merged": params.TensorSpec((3, 2), parts=(1, 1, 1)), "plain": params.TensorSpec((1, 2))}
 params.load(sys.argv[1] + "/small", small, names)
 def resident(word):
@@ -388,7 +388,7 @@ for dtype in (torch.float32, torch.bfloat16):
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel does not report peaks")
 def test_peak_memory_is_the_result(tmp_path: Path) -> None:
     """Resident memory during a load stays within 5 % of the tensors kept, merged and converted ones included."""
-    for name, width, rows in (("small", 2, (1, 1, 1, 1)), ("big", 2048, (4096, 1024, 1024, 6000))):
+    for name, width, rows in (("small", 2, (1, 1, 1, 1)), ("big", 4096, (4096, 1024, 1024, 6000))):
         (tmp_path / name).mkdir()
         tensors = {letter: torch.ones(count, width) for letter, count in zip("abcd", rows, strict=True)}
         save_file(tensors, tmp_path / name / "model.safetensors")
@@ -396,5 +396,5 @@ def test_peak_memory_is_the_result(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(params.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     out = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
     measured = [[int(word) for word in line.split()] for line in out.splitlines()]
-    assert [kept for _, kept in measured] == [12144 * 2048 * 4, 12144 * 2048 * 2]
+    assert [kept for _, kept in measured] == [12144 * 4096 * 4, 12144 * 4096 * 2]
     assert all(kept <= peak <= 1.05 * kept for peak, kept in measured), measured

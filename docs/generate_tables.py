@@ -1,0 +1,37 @@
+"""Write the tables that are made from the code into the documents that show them.
+
+    python docs/generate_tables.py
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import lowering
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = ("README.md",)
+TABLES = {"kernels": lowering.table}
+
+
+def filled(text: str) -> str:
+    """The document with every table in it made anew."""
+
+    def table(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{TABLES[match[2]]()}\n<!-- end -->"
+
+    return re.sub(r"(<!-- table: (\w+) -->)\n.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def main() -> None:
+    """Rewrite the documents in place."""
+    for name in DOCUMENTS:
+        path = ROOT / name
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""`load`: a checkpoint directory, or one on the hub, as a model and its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import params as checkpoints
+from params.errors import CheckpointError
+
+from .model import Model, build
+from .text import Tokenizer
+
+BUNDLED = Path(__file__).parent / "bundled"
+"""Directory of the small model that comes with the package."""
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint before any weight is read: where it is, what it holds, and the model that fits it."""
+
+    directory: Path
+    tensors: dict[str, checkpoints.StoredTensor]
+    model: Model
+
+
+def load(
+    path_or_hub_id: str | Path,
+    dtype: torch.dtype | None = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    mesh: Any = None,
+) -> tuple[Model, Any]:
+    """The model and the parameters of a checkpoint: a directory, a hub id (`owner/name`), or `"bundled"`.
+
+    `dtype` is that of the parameters, except for those a family pins; `None` keeps the stored ones. A draft head is
+    loaded where the checkpoint has one. Raises `CheckpointError` or `ConfigError`; nothing is loaded in part.
+    """
+    if mesh is not None:
+        raise ValueError(f"load: parameters cannot be sharded yet, found mesh={mesh!r}; leave mesh out")
+    directory, tensors, model = open_checkpoint(path_or_hub_id)
+    spec, names = model.param_spec(), model.family.names
+    return model, checkpoints.load(directory, spec, names, dtype=dtype, device=device, tensors=tensors)
+
+
+def open_checkpoint(path_or_hub_id: str | Path) -> Checkpoint:
+    """What `load` does before it reads weights: config, tokenizer, and the tensors' names and places."""
+    directory = directory_of(path_or_hub_id)
+    config, tensors = checkpoints.read_config(directory), checkpoints.tensor_names(directory)
+    model = build(config)
+    layers = _mtp_layers(map(model.family.names.canonical, tensors))
+    if bool(layers) != bool(getattr(model.config, "mtp_num_hidden_layers", 0)):
+        # The field is often wrong: repositories without a draft head keep it, and saving with transformers drops it.
+        model = build(_with_mtp(config, layers))
+    return Checkpoint(directory, tensors, replace(model, tokenizer=Tokenizer.of(directory, config)))
+
+
+def directory_of(path_or_hub_id: str | Path) -> Path:
+    """The directory that a path, a hub id or `"bundled"` stands for."""
+    if path_or_hub_id != "bundled":
+        return checkpoints.resolve(path_or_hub_id)
+    if not (BUNDLED / "config.json").is_file():
+        raise CheckpointError("this installation has no bundled model; give a checkpoint directory or a hub id")
+    return BUNDLED
+
+
+def _mtp_layers(names: Iterable[str]) -> int:
+    """How many draft-head layers a checkpoint's tensors make up."""
+    words = (name.split(".") for name in names if name.startswith("mtp.layers."))
+    return len({word[2] for word in words})
+
+
+def _with_mtp(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    count = {"mtp_num_hidden_layers": layers}
+    nested = config.get("text_config")
+    return {**config, **count} | ({"text_config": {**nested, **count}} if nested else {})

@@ -1,0 +1,46 @@
+"""Settings of every test run, and its two options.
+
+`FUNCMODELS_HOOK=1 pytest` checks the annotated shapes of every call in the three packages: jaxtyping's import hook with
+beartype, which must be in place before they are imported. Checked functions do not compile, so tests marked `compile`
+are left out, as are those marked `plain`. `pytest --sweep` adds the tests marked `sweep` and gives Hypothesis many
+random examples.
+"""
+
+from __future__ import annotations
+
+import os
+
+# One thread a worker: pytest-xdist fills the cores. Read when torch is loaded, so set before anything imports it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import hypothesis
+import jaxtyping
+import pytest
+
+from tests.typechecker import HOOKED
+
+if HOOKED:
+    jaxtyping.install_import_hook(["funcmodels", "lowering", "params"], "tests.typechecker.check")
+
+hypothesis.settings.register_profile("ci", derandomize=True, database=None, deadline=None, max_examples=20)
+hypothesis.settings.register_profile("sweep", database=None, deadline=None, max_examples=500, print_blob=True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sweep", action="store_true", help="run the tests marked sweep too, with many random examples")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("sweep" if config.getoption("--sweep") else "ci")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = {"compile", "plain"} if HOOKED else set()
+    if not config.getoption("--sweep"):
+        left_out.add("sweep")
+    dropped = [item for item in items if any(mark.name in left_out for mark in item.iter_markers())]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in dropped]

@@ -1,0 +1,306 @@
+"""How a kernel is chosen, explained, cached, asked for by name and refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import lowering
+from lowering import OPS, TARGETS, LoweringError, Policy, ops
+from lowering.op import REFERENCE, Choice, Op
+from lowering.policy import from_environment
+from lowering.target import named, of_device
+from params import TensorSpec
+from tests.cases import CASES, DECODE_1, Case, Draw, Rows, cases_of, delta
+
+SUPPORTED = [name for name, target in TARGETS.items() if target.refused is None]
+
+
+@pytest.fixture
+def doubled() -> Iterator[Op]:
+    """An op of this test alone, with two kernels: one for small inputs, one for float64 on another target too."""
+
+    def test_doubled(x: Tensor, *, times: int = 2) -> Tensor:
+        return x * times
+
+    made = Op(test_doubled)
+
+    def refuse(x: Tensor, *, times: int = 2) -> str | None:
+        return None if x.shape[0] <= 4 else f"takes at most 4 rows; this call has {x.shape[0]}"
+
+    @made.kernel("small", targets=("cpu",), refuse=refuse)
+    def _small(x: Tensor, *, times: int = 2) -> Tensor:
+        return x + x
+
+    @made.kernel("ascend", targets=("ascend950",))
+    def _ascend(x: Tensor, *, times: int = 2) -> Tensor:
+        return x * 2
+
+    yield made
+    del OPS["test_doubled"]
+
+
+def test_the_first_kernel_that_takes_the_call_runs(doubled: Op) -> None:
+    """Kernels are tried in the order registered, the reference last; explain gives each reason."""
+    choice = doubled.explain(torch.zeros(3))
+    assert choice.kernel.name == "small" and choice.refused == {} and choice.target is TARGETS["cpu"]
+    choice = doubled.explain(torch.zeros(5))
+    assert choice.kernel.name == REFERENCE
+    assert choice.refused == {
+        "small": "takes at most 4 rows; this call has 5",
+        "ascend": "serves ascend950; target is cpu",
+    }
+    assert doubled.explain(torch.zeros(5), target="ascend950").kernel.name == "ascend"
+    assert doubled.explain(torch.zeros(5), target="cuda").kernel.name == REFERENCE
+
+
+def test_a_kernel_asked_for_by_name_runs_or_raises(doubled: Op) -> None:
+    """Never another in its place; the error gives the reason, the call and what else there is."""
+    with lowering.use(test_doubled="small"), lowering.record() as report:
+        doubled(torch.zeros(2))
+        with pytest.raises(LoweringError, match=r"(?s)'small' was asked for.*at most 4 rows; this call has 5.*x=f32\[5\].*torch"):
+            doubled(torch.zeros(5))
+    with lowering.use(test_doubled="ascend"), pytest.raises(LoweringError, match="serves ascend950; target is cpu"):
+        doubled(torch.zeros(2))
+    with lowering.use(test_doubled=REFERENCE), lowering.record() as other:
+        doubled(torch.zeros(2))
+    assert [row.kernel for row in report.rows + other.rows] == ["small", REFERENCE]
+
+
+def test_strict_leaves_the_reference_out(doubled: Op) -> None:
+    """Unless it is asked for by name."""
+    with lowering.use(strict=True):
+        doubled(torch.zeros(2))
+        with pytest.raises(LoweringError, match="(?s)at most 4 rows.*strict=True leaves the Torch reference out"):
+            doubled(torch.zeros(5))
+        with lowering.use(test_doubled=REFERENCE):
+            doubled(torch.zeros(5))
+
+
+def test_policies_nest_and_end(doubled: Op) -> None:
+    """An inner policy adds to the outer one; a given policy replaces it; afterwards nothing is left."""
+    with lowering.use(test_doubled=REFERENCE):
+        with lowering.use(rms_norm="torch") as inner:
+            assert dict(inner.prefer) == {"test_doubled": REFERENCE, "rms_norm": "torch"}
+            assert doubled.explain(torch.zeros(2)).kernel.name == REFERENCE
+        with lowering.use(Policy()):
+            assert doubled.explain(torch.zeros(2)).kernel.name == "small"
+    assert doubled.explain(torch.zeros(2)).kernel.name == "small"
+    with pytest.raises(ZeroDivisionError), lowering.use(test_doubled=REFERENCE):
+        raise ZeroDivisionError
+    assert doubled.explain(torch.zeros(2)).kernel.name == "small"
+
+
+def test_unknown_names_give_the_nearest(doubled: Op) -> None:
+    """Ops, kernels and targets."""
+    with pytest.raises(LoweringError, match="unknown op 'rms_nrom'; did you mean 'rms_norm'"), lowering.use(rms_nrom="torch"):
+        pass
+    with pytest.raises(LoweringError, match="no kernel 'smal'; there are: small, ascend, torch"), lowering.use(test_doubled="smal"):
+        pass
+    with pytest.raises(LoweringError, match="unknown target 'ascend95'; did you mean 'ascend950'"), lowering.use(target="ascend95"):
+        pass
+    with pytest.raises(LoweringError, match="known ops: .*rms_norm"):
+        lowering.find("?")
+
+
+def test_ascend310p_is_refused_with_the_reason() -> None:
+    """By name and as a value."""
+    for given in ("ascend310p", TARGETS["ascend310p"]):
+        with pytest.raises(LoweringError, match="'ascend310p' is refused: no operator has been checked"):
+            named(given)
+    with pytest.raises(LoweringError, match="refused"):
+        lowering.explain(ops.swiglu, torch.zeros(2, 4), target="ascend310p")
+
+
+def test_a_device_without_target_says_what_to_name() -> None:
+    """Also a call without any tensor."""
+    assert of_device(torch.device("cuda", 1)) is TARGETS["cuda"] and of_device(torch.device("meta")) is TARGETS["cpu"]
+    with pytest.raises(LoweringError, match="no target is known for device type 'xla'; name one"):
+        of_device(torch.device("xla"))
+    with pytest.raises(LoweringError, match="without any tensor"):
+        ops.swiglu(3)
+
+
+def test_registration_mistakes_raise_at_once(doubled: Op) -> None:
+    """Another signature, the same name twice, an op twice."""
+    with pytest.raises(LoweringError, match=r"kernel 'bad' takes \(x, \*, scale.*the op takes"):
+        doubled.kernel("bad", targets=("cpu",))(lambda x, *, scale=1: x)
+    with pytest.raises(LoweringError, match="kernel 'small' is registered twice"):
+        doubled.kernel("small", targets=("cpu",))(lambda x, *, times=2: x)
+    with pytest.raises(LoweringError, match="op 'swiglu' is registered twice"):
+        Op(ops.swiglu.body)
+    assert list(doubled.kernels) == ["small", "ascend", REFERENCE]
+
+
+def test_an_op_is_chosen_once_a_signature(doubled: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes, dtypes and static arguments make a signature; values and strides do not."""
+    seen = counted(monkeypatch)
+    for _ in range(3):
+        doubled(torch.randn(4, 3))
+        doubled(torch.randn(3, 4).T)
+    assert len(seen) == 1
+    doubled(torch.randn(5, 3))
+    doubled(torch.randn(4, 3, dtype=torch.float64))
+    doubled(torch.randn(4, 3), times=2)
+    doubled(x=torch.randn(4, 3))
+    doubled(x=torch.randn(4, 3))
+    assert len(seen) == 5
+
+
+def test_the_cache_is_per_policy_and_target(doubled: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal policies share their choices, however often they are set."""
+    x = torch.zeros(2)
+    seen = counted(monkeypatch)
+    for _ in range(3):
+        doubled(x)
+        for kernel in ("small", REFERENCE):
+            with lowering.use(test_doubled=kernel):
+                doubled(x)
+        with lowering.use(target="ascend950"):
+            doubled(x)
+    assert [choice.kernel.name for choice in seen] == ["small", "small", REFERENCE, "ascend"]
+
+
+def test_a_later_kernel_clears_the_cache(doubled: Op) -> None:
+    """What was chosen before it is chosen again."""
+    doubled(torch.zeros(9))
+    doubled.kernel("any", targets=("cpu",))(lambda x, *, times=2: x * 3)
+    assert doubled(torch.ones(9)).tolist() == [3.0] * 9
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
+    """Every choice made from here on."""
+    seen: list[Choice] = []
+    choose = Op.choose
+
+    def counting(self: Op, *args: Any) -> Choice:
+        seen.append(choose(self, *args))
+        return seen[-1]
+
+    monkeypatch.setattr(Op, "choose", counting)
+    return seen
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.bench], ids=str)
+def test_values_do_not_choose(case: Case) -> None:
+    """Other values of the same shapes get the same kernel, and a second call chooses nothing."""
+    op = OPS[case.op]
+    kernels = []
+    for seed in (0, 1):
+        args, kwargs = case.arguments(seed=seed)
+        with lowering.record() as report:
+            op(*args, **kwargs)
+        kernels.append([(row.kernel, row.refused) for row in report.rows])
+    assert kernels[0] == kernels[1]
+
+
+@pytest.mark.parametrize("target", SUPPORTED)
+def test_explain_works_for_every_target(target: str) -> None:
+    """Without running on it, every op of every case has a kernel, or an error that says why not."""
+    for case in CASES:
+        if not case.bench:
+            args, kwargs = case.arguments()
+            choice = OPS[case.op].explain(*args, target=target, **kwargs)
+            assert choice.target is TARGETS[target] and choice.kernel.serves(choice.target)
+            assert all(reason for reason in choice.refused.values())
+
+
+def layer(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Two ops, one called twice."""
+    return ops.rms_norm(ops.linear(ops.linear(x, weight), weight), scale, eps=1e-6)
+
+
+def test_explain_reports_what_a_run_records() -> None:
+    """Same ops, same kernels, same counts; explain computes nothing and leaves its arguments alone."""
+    args = (torch.randn(3, 8), torch.randn(8, 8), torch.ones(8))
+    with lowering.record() as ran:
+        layer(*args)
+    explained = lowering.explain(layer, *args, target="cpu")
+    assert explained.rows == ran.rows
+    assert [(row.op, row.count) for row in ran.rows] == [("linear", 2), ("rms_norm", 1)]
+    assert "onednn_packed" in str(explained) and "rms_norm" in repr(explained)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.bench], ids=str)
+def test_explain_agrees_with_the_run(case: Case) -> None:
+    """For every op and case, host-reading kernels included, whose bodies a dry run replaces by the reference."""
+    args, kwargs = case.arguments()
+    with lowering.record() as ran:
+        OPS[case.op](*args, **kwargs)
+    before = [x.clone() if isinstance(x, Tensor) else x for x in args]
+    assert lowering.explain(OPS[case.op], *args, **kwargs).rows == ran.rows
+    for x, y in zip(args, before, strict=True):
+        assert not isinstance(x, Tensor) or torch.equal(x.nan_to_num(), y.nan_to_num())
+
+
+def test_explain_takes_specs_and_fake_tensors() -> None:
+    """A model without weights, and tensors without storage."""
+    specs = (TensorSpec((3, 8)), TensorSpec((8, 8)), TensorSpec((8,), dtype=torch.float32))
+    report = lowering.explain(layer, *specs, target="ascend950")
+    assert {row.target for row in report.rows} == {"ascend950"}
+    with FakeTensorMode() as mode:
+        fakes = [torch.empty(3, 8), torch.empty(8, 8), torch.empty(8)]
+    with mode:
+        assert lowering.explain(layer, *fakes, target="ascend950").rows == report.rows
+
+
+def test_explain_gives_the_cost_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value read during explain is an error of the fake tensors, so none is read."""
+    args, kwargs = delta(Rows("long", (2000,), (0,)), 2, 4, 8, 8, state=True, keep_steps=False)(Draw(torch.float32))
+    report = lowering.explain(ops.gated_delta_rule, *args, **kwargs)
+    assert [row.kernel for row in report.rows] == ["torch_chunked"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("attention=torch", {"attention": "torch"}), (" a = b , linear=torch,", {"a": "b", "linear": "torch"}), ("", {})],
+)
+def test_the_environment_sets_the_policy(given: str, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs of op and kernel; anything else names the part that is not one."""
+    monkeypatch.setenv("FUNCMODELS_LOWERING", given)
+    assert dict(from_environment().prefer) == expected
+    monkeypatch.setenv("FUNCMODELS_LOWERING", "attention=torch,linear")
+    with pytest.raises(LoweringError, match="'linear' is not of the form op=kernel"):
+        from_environment()
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"), [("attention=torch", "torch"), ("atention=torch", "unknown op 'atention'; did you mean 'attention'")]
+)
+def test_a_process_takes_its_policy_from_the_environment(given: str, shown: str) -> None:
+    """A mistake in it is an error at import, not a silent default."""
+    code = "import torch; from lowering import ops; x = torch.ones(1, 1, 1); start = torch.tensor([0, 1])\n"
+    code += "print(ops.attention.explain(x, x, x, start, max_query=1, uniform=True, scale=1.0).kernel.name)"
+    environment = {**os.environ, "FUNCMODELS_LOWERING": given, "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True)
+    assert done.stdout.strip() == shown or (done.returncode != 0 and shown in done.stderr), done.stderr
+
+
+def test_prepared_weights_choose_their_kernel() -> None:
+    """A packed weight goes to the kernel that packed it; that kernel refuses a plain one and says how to make one."""
+    args, kwargs = cases_of("linear")[0].arguments()
+    packed = ops.linear.kernels["onednn_packed"].prepare(args[1])  # type: ignore[misc]
+    assert ops.linear.explain(args[0], packed).kernel.name == "onednn_packed"
+    choice = ops.linear.explain(*args, **kwargs)
+    assert choice.kernel.name == REFERENCE and "lowering.prepare(params)" in choice.refused["onednn_packed"]
+    with pytest.raises(LoweringError, match="x is torch.float64 and the weight was packed as torch.float32"), lowering.use(linear="onednn_packed"):
+        ops.linear(args[0].double(), packed)
+
+
+def test_one_decode_step_chooses_the_step_kernel() -> None:
+    """The delta rule's shape buckets: one token a row, a few, many."""
+    chosen = {}
+    for name, rows in {"one": DECODE_1, "few": Rows("few", (3, 3), (1, 1)), "many": Rows("many", (70,), (1,))}.items():
+        args, kwargs = delta(rows, 2, 4, 8, 8, state=True, keep_steps=False)(Draw(torch.float32))
+        chosen[name] = ops.gated_delta_rule.explain(*args, **kwargs).kernel.name
+    assert chosen == {"one": "torch_step", "few": REFERENCE, "many": "torch_chunked"}

@@ -1,0 +1,81 @@
+"""Every kernel against its op's reference, on every case; a refused case shows the kernel's own reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import lowering
+from lowering import OPS, LoweringError
+from lowering.op import REFERENCE, Kernel
+from lowering.target import TARGETS, of_device
+from tests.cases import CASES, Case
+from tests.tolerances import assert_close
+
+KERNELS = [kernel for op in OPS.values() for kernel in op.kernels.values() if kernel.name != REFERENCE]
+PAIRS = [
+    pytest.param(case, kernel, id=f"{case}-{kernel.name}")
+    for case in CASES
+    for kernel in OPS[case.op].kernels.values()
+    if kernel.name != REFERENCE and kernel.serves(of_device(torch.device("cpu")))
+]
+
+
+def prepared(kernel: Kernel, case: Case, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The case's arguments, its weight in the kernel's layout where it has one."""
+    args, kwargs = case.arguments(dtype)
+    if kernel.prepare is None:
+        return args, kwargs
+    names = list(OPS[case.op].signature.parameters)
+    return tuple(kernel.prepare(x) if name == "weight" else x for name, x in zip(names, args, strict=False)), kwargs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize(("case", "kernel"), PAIRS)
+def test_a_kernel_equals_the_reference(case: Case, kernel: Kernel, dtype: torch.dtype) -> None:
+    """Or refuses the case with one sentence, which asking for it by name then raises."""
+    op = OPS[case.op]
+    args, kwargs = prepared(kernel, case, dtype)
+    if any(x is None and y is not None for x, y in zip(args, case.arguments(dtype)[0], strict=True)):
+        print(f"{case}: {kernel.name} leaves this weight plain")
+        return
+    reason = kernel.refuse(*args, **kwargs) if kernel.refuse else None
+    with lowering.use(**{case.op: kernel.name}):
+        if reason is not None:
+            print(f"{case}: {kernel.name}: {reason}")
+            with pytest.raises(LoweringError) as error:
+                op(*args, **kwargs)
+            assert reason in str(error.value)
+            return
+        actual = op(*args, **kwargs)
+    plain, kwargs = case.arguments(dtype)
+    assert_close(actual, op.body(*plain, **kwargs), length=case.length)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_a_kernel_takes_at_least_one_case(kernel: Kernel) -> None:
+    """A kernel that no case reaches is not tested."""
+    (name,) = [op.name for op in OPS.values() if kernel in op.kernels.values()]
+    taken = []
+    for case in CASES:
+        if case.op == name:
+            args, kwargs = prepared(kernel, case, torch.float32)
+            taken.append(kernel.refuse is None or kernel.refuse(*args, **kwargs) is None)
+    assert any(taken)
+
+
+def test_every_op_has_cases() -> None:
+    """No op is left out, and no case names an op that does not exist."""
+    assert {case.op for case in CASES} == set(OPS)
+
+
+def test_the_table_lists_every_kernel() -> None:
+    """One row an op, one column a target that is not refused."""
+    lines = lowering.table().splitlines()
+    assert len(lines) == 2 + len(OPS)
+    assert "ascend310p" not in lines[0] and all(name in lines[0] for name, t in TARGETS.items() if not t.refused)
+    for op in OPS.values():
+        (row,) = [line for line in lines if line.startswith(f"| `{op.name}` |")]
+        assert all(f"`{kernel}`" in row for kernel in op.kernels)

@@ -1,0 +1,176 @@
+"""Every op under vmap, grad, tracing and on tensors without values; and with arguments that are strided views."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import lowering
+from lowering import OPS
+from lowering.op import REFERENCE
+from tests.cases import CASES, Case, cases_of
+from tests.tolerances import assert_close
+
+SKIPPED = ("two_chunks", "idle_first", "uniform", "8_2_256")
+SMALL = [case for case in CASES if not case.bench and not any(name in case.name for name in SKIPPED)]
+OUT_OF_PLACE = [case for case in SMALL if case.op != "write_pages"]
+
+
+def split(case: Case, chosen: Callable[[Tensor], bool], seed: int = 0) -> tuple[list[Tensor], Callable[..., Any]]:
+    """The chosen tensors of a call, and the call as a function from them to its tensors."""
+    args, kwargs = case.arguments(seed=seed)
+    at = [index for index, x in enumerate(args) if isinstance(x, Tensor) and chosen(x)]
+
+    def call(*given: Tensor) -> Any:
+        full = list(args)
+        for index, x in zip(at, given, strict=True):
+            full[index] = x
+        return [x for x in pytree.tree_leaves(OPS[case.op](*full, **kwargs)) if x is not None]
+
+    return [args[index] for index in at], call
+
+
+def floating(x: Tensor) -> bool:
+    """Whether a gradient can reach it."""
+    return x.is_floating_point()
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Floating-point leaves of a result."""
+    return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+@pytest.mark.parametrize("case", OUT_OF_PLACE, ids=str)
+def test_vmap_maps_an_op(case: Case) -> None:
+    """Two calls with other values, mapped: each equals its own call. No operator falls back to a loop with a warning."""
+    first, call = split(case, floating, seed=0)
+    second, _ = split(case, floating, seed=1)
+    if case.op == "paged_attention":
+        second = [first[0] * 2, *first[1:]]  # The rows' page ids are not mapped, and differ by seed.
+    if not first:
+        return
+    stacked = [torch.stack(pair) for pair in zip(first, second, strict=True)]
+    mapped = torch.func.vmap(call)(*stacked)
+    for index, given in enumerate((first, second)):
+        one = pytree.tree_map(lambda x, index=index: x[index], mapped)
+        assert_close(tensors(one), tensors(call(*given)), length=case.length)
+
+
+DIFFERENTIABLE = [case for case in OUT_OF_PLACE if case.op not in ("rotary_angles", "mrope_angles") and case.name != "empty"]
+
+
+@pytest.mark.parametrize("case", DIFFERENTIABLE, ids=str)
+def test_grad_reaches_every_input(case: Case) -> None:
+    """Through the kernel chosen by default, through the reference, by autograd; and along a difference quotient."""
+    inputs, call = split(case, lambda x: x.is_floating_point() and not bool(x.isnan().any()))
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=generator) for x in tensors(call(*inputs))]
+    directions = [torch.randn(x.shape, generator=generator) for x in inputs]
+
+    def loss(*given: Tensor) -> Tensor:
+        return torch.stack([(x * w).sum() for x, w in zip(tensors(call(*given)), weights, strict=True)]).sum()
+
+    every = tuple(range(len(inputs)))
+    found = torch.func.grad(loss, every)(*inputs)
+    with lowering.use(**{case.op: REFERENCE}):
+        expected = torch.func.grad(loss, every)(*inputs)
+        ahead, behind = (loss(*(x + step * d for x, d in zip(inputs, directions, strict=True))) for step in (1e-2, -1e-2))
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    eager = torch.autograd.grad(loss(*leaves), leaves, allow_unused=True, materialize_grads=True)
+    steepness = torch.stack([x.square().sum() for x in expected]).sum().sqrt()
+    reason = "gradients sum over the whole output; those that vanish do so by cancelling"
+    for other in (found, eager):
+        assert_close(other, expected, length=case.length, scale=1e-2 * float(steepness), reason=reason)
+    slope = torch.stack([(x * d).sum() for x, d in zip(expected, directions, strict=True)]).sum()
+    reason = "a central difference in float32 with step 0.01"
+    assert_close((ahead - behind) / 2e-2, slope, looser=500, scale=float(steepness), reason=reason)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_fake_tensors_pass_without_a_host_read(case: Case) -> None:
+    """`make_fx` captures the op; replayed on other values, the graph gives what the op gives on those."""
+    first, call = split(case, lambda x: True)
+    second, _ = split(case, floating, seed=1)
+    graph = make_fx(call, tracing_mode="fake")(*first)
+    values = iter(second)
+    others = [next(values) if x.is_floating_point() else x for x in first]
+    if case.op == "paged_attention":
+        others = first
+    expected = call(*(x.clone() for x in others))
+    assert_close(tensors(graph(*(x.clone() for x in others))), tensors(expected), length=case.length)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_meta_tensors_give_shapes(case: Case) -> None:
+    """Same shapes and dtypes as a run, and nothing computed."""
+    inputs, call = split(case, lambda x: True)
+    found, expected = pytree.tree_leaves(call(*(x.to("meta") for x in inputs))), pytree.tree_leaves(call(*inputs))
+    for x, y in zip(found, expected, strict=True):
+        assert (x.shape, x.dtype, x.device.type) == (y.shape, y.dtype, "meta")
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values as a view with gaps in its last and first axes."""
+    holes = x.new_zeros([2 * size for size in x.shape])
+    view = holes[tuple(slice(1, None, 2) for _ in x.shape)]
+    view.copy_(x)
+    return view
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_strided_arguments(case: Case) -> None:
+    """Each tensor argument in turn as a non-contiguous view, through every kernel that takes the call."""
+    args, kwargs = case.arguments()
+    for kernel in OPS[case.op].kernels.values():
+        if kernel.refuse is not None and kernel.refuse(*args, **kwargs) is not None:
+            continue
+        for index, x in enumerate(args):
+            if not isinstance(x, Tensor):
+                continue
+            if case.op == "write_pages" and index < 2:
+                continue
+            given = [y.clone() if isinstance(y, Tensor) else y for y in args]
+            given[index] = strided(x)
+            with lowering.use(**{case.op: kernel.name}):
+                found = OPS[case.op](*given, **kwargs)
+                expected = OPS[case.op](*(y.clone() if isinstance(y, Tensor) else y for y in args), **kwargs)
+            assert_close(tensors(found), tensors(expected), length=case.length)
+
+
+def test_kernels_without_batching_rules_are_left_out_under_vmap() -> None:
+    """Without a warning; asking for one by name is an error there."""
+    inputs, call = split(cases_of("attention")[0], floating)
+    stacked = [torch.stack((x, x)) for x in inputs]
+    with lowering.record() as report:
+        torch.func.vmap(call)(*stacked)
+        call(*inputs)
+    assert [row.kernel for row in report.rows] == [REFERENCE, "torch_sdpa"]
+    assert "vmap" in report.rows[0].refused["torch_sdpa"]
+    with lowering.use(attention="torch_sdpa"), pytest.raises(lowering.LoweringError, match="no batching rule"):
+        torch.func.vmap(call)(*stacked)
+
+
+def test_kernels_that_read_the_host_are_left_out_while_tracing() -> None:
+    """The graph holds no constants of this batch's lengths."""
+    case = next(case for case in cases_of("paged_attention") if "ragged" in case.name)
+    inputs, call = split(case, lambda x: True)
+    with lowering.record() as report:
+        make_fx(call, tracing_mode="fake")(*inputs)
+        call(*(x.to("meta") for x in inputs))
+        call(*inputs)
+    assert [row.kernel for row in report.rows] == [REFERENCE, REFERENCE, "torch_sdpa"]
+    assert "tracing" in report.rows[0].refused["torch_sdpa"]
+    assert "without values" in report.rows[1].refused["torch_sdpa"]
+
+
+def test_a_strided_pool_is_an_error_not_a_lost_write() -> None:
+    """The pool is written in place; a reshaped copy of it would take the write and be dropped."""
+    args, _ = cases_of("write_pages")[0].arguments()
+    with pytest.raises(RuntimeError, match="view"):
+        OPS["write_pages"](strided(args[0]), *args[1:])

@@ -1,0 +1,234 @@
+"""The command line: what it prints where, its exit codes, and its errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import funcmodels as fm
+from funcmodels import cli, loading
+from tests import tiny
+
+
+class Run(NamedTuple):
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:
+    """`run("generate", "--model", ...)` in this process."""
+
+    def call(*argv: object) -> Run:
+        code = cli.main([str(word) for word in argv])
+        captured = capsys.readouterr()
+        return Run(code, captured.out, captured.err)
+
+    return call
+
+
+def test_generate_prints_the_text_and_reports_beside_it(run: Callable[..., Run], directory: Path) -> None:
+    flags = [
+        "--max-new-tokens",
+        "12",
+        "--temperature",
+        "1.5",
+        "--top-k",
+        "50",
+        "--top-p",
+        "0.9",
+        "--min-p",
+        "0.001",
+        "--seed",
+        "3",
+    ]
+    found = run("generate", "--model", directory, "--prompt", "def f(", *flags)
+    sampling = fm.Sampling(1.5, 50, 0.9, 0.001, 3)
+    result = fm.generate(*fm.load(directory, dtype=None), ["def f("], 12, sampling=sampling)[0]
+    assert (found.code, found.out) == (0, f"{result.text}\n")
+    assert f"prefill: {result.prompt_tokens} tokens in " in found.err
+    assert "decode: 11 tokens in " in found.err and "tokens/s" in found.err
+    assert "gated_delta_rule" in found.err and "paged_attention" in found.err
+    assert "no --prompt given" not in found.err
+
+
+def test_generate_without_a_prompt_says_what_it_continues(
+    run: Callable[..., Run], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "BUNDLED", directory)
+    found = run("generate", "--max-new-tokens", 1)
+    assert found.code == 0
+    assert "no --prompt given; continuing this piece of Python:" in found.err and cli.PROMPT in found.err
+    assert "decode: 0 tokens" in found.err
+    assert found.out == run("generate", "--prompt", cli.PROMPT, "--max-new-tokens", 1, "--model", directory).out
+
+
+def test_generate_loads_in_the_dtype_asked_for(
+    run: Callable[..., Run], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.dtype] = []
+
+    def generate(model: Any, params: Any, *rest: Any, **options: Any) -> list[fm.Result]:
+        seen.append(params.embed.weight.dtype)
+        return fm.generate(model, params, *rest, **options)
+
+    monkeypatch.setattr(cli, "generate", generate)
+    for flags in ([], ["--dtype", "bfloat16"]):
+        assert run("generate", "--model", directory, "--prompt", "x", "--max-new-tokens", 1, *flags).code == 0
+    assert seen == [torch.float32, torch.bfloat16]
+
+
+MISTAKES = [
+    (["--temperature", -1], "temperature must be 0"), (["--top-p", 0], "top_p must be"),
+    (["--draft", "mtp"], "drafts are not there yet"), (["--max-new-tokens", 0], "max_new_tokens must be at least 1"),
+    (["--max-new-tokens", 500], "do not fit in the 128 positions"), (["--prompt", ""], "prompt 0 is empty"),
+    (["--device", "cuda:9999"], "device 'cuda:9999' cannot be used here"), (["--device", "x"], "device 'x' cannot"),
+    (["--model", "nowhere"], "no directory nowhere"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "message"), MISTAKES)
+def test_mistakes_are_one_message_and_exit_code_2(
+    flags: list[object], message: str, run: Callable[..., Run], directory: Path
+) -> None:
+    found = run("generate", "--model", directory, "--prompt", "x", *flags)
+    assert (found.code, found.out) == (2, "")
+    assert found.err.startswith("funcmodels generate: ") and message in found.err
+    assert "Traceback" not in found.err
+    with pytest.raises((ValueError, OSError), match=message):
+        cli.main([str(word) for word in ("generate", "--model", directory, "--prompt", "x", *flags, "--traceback")])
+
+
+@pytest.mark.parametrize("argv", ["", "generate --top-k x", "lower", "nonsense", "generate --dtype int8"])
+def test_wrong_arguments_are_exit_code_2(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(argv.split())
+    assert stopped.value.code == 2
+    assert "usage: funcmodels" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"), [(KeyboardInterrupt, 130, "interrupted"), (MemoryError("x"), 2, "x")]
+)
+def test_interruption_and_full_memory(
+    error: BaseException,
+    code: int,
+    says: str,
+    run: Callable[..., Run],
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "generate", fail)
+    found = run("generate", "--model", directory, "--prompt", "x")
+    assert found.code == code and says in found.err and "Traceback" not in found.err
+
+
+def test_faults_of_ours_keep_their_traceback(
+    run: Callable[..., Run], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "generate", lambda *_, **__: {}["missing"])
+    with pytest.raises(KeyError):
+        run("generate", "--model", directory, "--prompt", "x")
+
+
+def test_inspect_shows_config_and_places(run: Callable[..., Run], directory: Path) -> None:
+    found = run("inspect", directory)
+    assert (found.code, found.err) == (0, "")
+    assert "hidden_size = 32" in found.out
+    assert "model.layers.3.self_attn.q_proj.weight" in found.out and "layers.3.attn.qkv.weight rows 0:128" in found.out
+    parameters = sum(tensor.numel() for tensor in load_file(directory / "model.safetensors").values())
+    assert f"{parameters:,} parameters" in found.out
+
+
+def test_inspect_of_what_would_not_load(run: Callable[..., Run], directory: Path, tmp_path: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.strange"] = tensors.pop("model.norm.weight")
+    tensors["model.visual.patch"] = torch.zeros(1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((directory / "config.json").read_text())
+    found = run("inspect", tmp_path)
+    assert found.code == 1
+    assert "missing: model.norm.weight" in found.out and "unexpected: model.strange" in found.out
+    assert "ignored: vision tower" in found.out and "1 ignored" in found.out
+    assert run("inspect", tmp_path / "nowhere").code == 2
+
+
+def test_tables_are_drawn_on_a_terminal(
+    run: Callable[..., Run], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = run("inspect", directory), run("lower", "--model", directory, "--target", "cpu")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    drawn = run("inspect", directory), run("lower", "--model", directory, "--target", "cpu")
+    for before, after in zip(plain, drawn, strict=True):
+        assert before.code == after.code == 0
+        assert "━" in after.out and "━" not in before.out
+
+
+@pytest.mark.parametrize("target", ["ascend950", "cuda", "cpu"])
+def test_lower_explains_decode_and_prefill(target: str, run: Callable[..., Run], directory: Path) -> None:
+    found = run("lower", "--model", directory, "--target", target, "--rows", 3, "--tokens", 40)
+    assert (found.code, found.err) == (0, "")
+    decode, prefill = found.out.split("prefill, 3 x 40 tokens")
+    assert decode.strip().startswith(f"decode, 3 x 1 tokens, bfloat16, {target}")
+    for part in (decode, prefill):
+        calls = {line.split()[0]: line.split()[1] for line in part.splitlines()[2:] if line}
+        assert calls["paged_attention"] == "1" and calls["gated_delta_rule"] == "3"
+
+
+def test_lower_needs_no_weights(run: Callable[..., Run], directory: Path, tmp_path: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    wide = {"hidden_size": 4096, "vocab_size": 200_000, "intermediate_size": 20_000}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **wide}))
+    assert run("lower", "--model", tmp_path, "--target", "ascend910b").code == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--target ascend95", "did you mean 'ascend950'"),
+        ("--target cpu --rows 0", "rows must be at least 1"),
+        ("--target cpu --tokens 0", "--tokens must be at least 1"),
+    ],
+)
+def test_lower_names_mistakes(flags: str, message: str, run: Callable[..., Run], directory: Path) -> None:
+    found = run("lower", "--model", directory, *flags.split())
+    assert found.code == 2 and message in found.err
+
+
+def test_as_a_module_in_its_own_process(directory: Path) -> None:
+    command = [sys.executable, "-W", "error", "-m", "funcmodels"]
+    asked = [*command, "generate", "--model", str(directory), "--prompt", "def f(", "--max-new-tokens", "5"]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(asked, capture_output=True, cwd=root, timeout=120, check=False)
+    result = fm.generate(*fm.load(directory, dtype=None), ["def f("], 5)[0]
+    assert (done.returncode, done.stdout.decode()) == (0, f"{result.text}\n")
+    assert b"kernels" in done.stderr and b"Traceback" not in done.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error(directory: Path) -> None:
+    command = [sys.executable, "-m", "funcmodels", "lower", "--model", str(directory), "--target", "cpu"]
+    root, pipe = Path(__file__).parents[1], subprocess.PIPE
+    with subprocess.Popen(command, cwd=root, stdout=pipe, stderr=pipe) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=120) == 141

@@ -1,0 +1,144 @@
+"""`fm.load`: what comes back, and the draft head that is there or is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import funcmodels as fm
+import params as trees
+from funcmodels import loading
+from funcmodels.text import Tokenizer
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return tiny.oracle(seed=1)
+
+
+@pytest.fixture(scope="module")
+def directory(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write(tmp_path_factory.mktemp("checkpoint"), reference, [0, 3])
+
+
+def test_logits_are_those_of_transformers(reference: Any, directory: Path) -> None:
+    model, params = fm.load(directory, dtype=torch.float32)
+    ids = [4, 90, 33, 200, 2]
+    ours, _ = model.forward(params, None, fm.Batch.from_lists([ids]))
+    with torch.no_grad():
+        theirs = reference(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(ours.logits, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "found"), [(torch.bfloat16, torch.bfloat16), (None, torch.float32)])
+def test_dtype_is_the_one_asked_for(dtype: torch.dtype | None, found: torch.dtype, directory: Path) -> None:
+    _, params = fm.load(str(directory), dtype=dtype)
+    assert params.embed.weight.dtype == found
+    assert params.layers[0].attn.a_log.dtype == torch.float32
+    assert fm.load(directory)[1].embed.weight.dtype == torch.bfloat16
+
+
+def test_the_model_knows_its_tokenizer_and_ends(directory: Path) -> None:
+    model, _ = fm.load(directory)
+    assert model.tokenizer is not None
+    assert (model.tokenizer.eos, model.tokenizer.bos) == ((0, 3), None)
+    text = "def größe():\n\treturn 語"
+    assert model.tokenizer.decode(model.tokenizer.encode(text)) == text
+    assert model.tokenizer.decode(model.tokenizer.encode(f"a{tiny.END}b")) == "ab"
+    assert fm.build(directory).tokenizer is None
+
+
+def test_padding_and_truncation_in_the_file_are_left_aside(directory: Path, tmp_path: Path) -> None:
+    tokens = tiny.tokenizer()
+    tokens.enable_truncation(3)
+    tokens.enable_padding(length=50)
+    tokens.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5, "bos_token_id": 6}))
+    found = Tokenizer.of(tmp_path, {"text_config": {"eos_token_id": 5}, "bos_token_id": 6})
+    assert found.decode(found.encode("a longer text")) == "a longer text"
+    assert (found.eos, found.bos) == ((5,), 6)
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]", ""])
+def test_a_broken_tokenizer_names_its_file(content: str, directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(fm.CheckpointError, match=r"tokenizer.json cannot be read: .*; download it again"):
+        Tokenizer.of(tmp_path, {}).encode("x")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("generation_config.json", "{", "generation_config.json cannot be read"),
+        ("generation_config.json", "[]", "holds a list, expected an object"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id must be an integer or a list"),
+    ],
+)
+def test_a_broken_generation_config(name: str, content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(fm.ConfigError, match=message):
+        Tokenizer.of(tmp_path, {})
+
+
+def saved(directory: Path, stored: int, said: int | None, nested: bool = False) -> Path:
+    """A checkpoint with `stored` draft-head layers whose config says `said`."""
+    config = {**tiny.SIZES, "model_type": "qwen3_5_text", "num_hidden_layers": 4, "dtype": "float32"}
+    model = fm.build({**config, "mtp_num_hidden_layers": stored})
+    told = config if said is None else {**config, "mtp_num_hidden_layers": said}
+    if nested:
+        told = {"model_type": "qwen3_5", "text_config": told}
+    trees.save(model.init_params(), directory, model.param_spec(), model.family.names, told)
+    return directory
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("stored", "said", "layers"), [(1, 1, 1), (1, None, 1), (2, 0, 2), (0, 1, 0), (0, None, 0)])
+def test_a_draft_head_is_loaded_where_its_tensors_are(
+    stored: int, said: int | None, layers: int, nested: bool, tmp_path: Path
+) -> None:
+    model, params = fm.load(saved(tmp_path, stored, said, nested))
+    assert model.config.mtp_num_hidden_layers == layers
+    assert (len(params.mtp.layers) if params.mtp else 0) == layers
+    assert fm.build(model.config_json).config == model.config
+
+
+def test_half_a_draft_head_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(fm.CheckpointError, match=r"mtp\.layers\.1"):
+        fm.load(saved(tmp_path, stored=1, said=2))
+
+
+def test_the_bundled_model_is_missed_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(loading, "BUNDLED", tmp_path)
+    with pytest.raises(fm.CheckpointError, match="no bundled model; give a checkpoint directory"):
+        fm.load("bundled")
+
+
+def test_bundled_stands_for_the_directory_in_the_package(
+    monkeypatch: pytest.MonkeyPatch, directory: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(loading, "BUNDLED", directory)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bundled").mkdir()
+    assert fm.load("bundled")[0].config.vocab_size == tiny.VOCAB
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"path_or_hub_id": "nowhere"}, fm.CheckpointError, "no directory nowhere"),
+        ({"mesh": "dp"}, ValueError, "cannot be sharded yet, found mesh='dp'"),
+        ({"dtype": torch.int8}, fm.CheckpointError, "cannot have dtype"),
+    ],
+)
+def test_mistakes(given: dict[str, Any], kind: type[Exception], message: str, directory: Path) -> None:
+    with pytest.raises(kind, match=message):
+        fm.load(**{"path_or_hub_id": directory, **given})
+
+
+def test_a_config_file_can_be_named(directory: Path) -> None:
+    assert fm.build(directory / "config.json").config == fm.build(directory).config
