@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from itertools import accumulate
-from operator import index
 from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Int
-from params.tree import off_tree, static, tree, unchecked
 from torch import Tensor
+
+from params.tree import off_tree, static, tree, unchecked
 
 from .errors import StateError
 
@@ -56,7 +57,7 @@ class Batch:
         vocab = state.vocab if state is not None and vocab is None else vocab
         for row, ids in enumerate(lists):
             _check_ids(row, ids, vocab)
-        flat = torch.tensor([index(token) for ids in lists for token in ids], dtype=torch.int64)
+        flat = torch.tensor([operator.index(token) for ids in lists for token in ids], dtype=torch.int64)
         return Batch.from_tokens(flat, [len(ids) for ids in lists], state, device=device)
 
     @staticmethod
@@ -101,7 +102,9 @@ class Batch:
 def check_room(state: State, counts: Sequence[int]) -> None:
     """`StateError` unless there is one count a row, `ValueError` when a row would outgrow the state's `max_len`."""
     if len(counts) != state.rows:
-        raise StateError(f"the batch has {len(counts)} rows, the state has {state.rows}; give one list a row ([] idles)")
+        raise StateError(
+            f"the batch has {len(counts)} rows, the state has {state.rows}; give one list a row ([] idles)"
+        )
     for row, (held, count) in enumerate(zip(state.host.lengths, counts, strict=True)):
         if held + count > state.max_len:
             bound = "" if state.host.exact else "at most "

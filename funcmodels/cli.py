@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import lowering
@@ -184,7 +185,7 @@ def _print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str
     if console.is_terminal:
         table = Table(*columns, title=title, title_justify="left")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(escape, row))
         console.print(table)
         return
     lines = [columns, *rows]

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import params as checkpoints
 import torch
+
+import params as checkpoints
 from params.errors import ConfigError
 from params.names import qwen3_5 as names
 
@@ -32,13 +33,9 @@ class Family:
     names: Any
 
 
-_QWEN3_5 = Family(
-    qwen3_5.read_config, qwen3_5.param_spec, qwen3_5.init_entries, qwen3_5.forward, names.NAMES
-)
+_QWEN3_5 = Family(qwen3_5.read_config, qwen3_5.param_spec, qwen3_5.init_entries, qwen3_5.forward, names.NAMES)
 
-FAMILIES: dict[str, Family] = dict.fromkeys(
-    ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN3_5
-)
+FAMILIES: dict[str, Family] = dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN3_5)
 """Family by `model_type` of the config."""
 
 
@@ -61,9 +58,7 @@ class Model:
         """The parameter tree with a `TensorSpec` (shape, dtype, initialiser) at each leaf."""
         return self.family.param_spec(self.config)
 
-    def init_params(
-        self, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> Any:
+    def init_params(self, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
         """Random parameters, the same for the same seed whatever else the tree holds."""
         return checkpoints.init(self.param_spec(), seed, dtype, device)
 

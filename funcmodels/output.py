@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
+from torch import Tensor
+
 from lowering import ops
 from params.tree import map, tree
-from torch import Tensor
 
 from .step import Step
 
@@ -50,7 +51,9 @@ class Taps:
         for name, values in self._taken.items():
             if not values:
                 near = difflib.get_close_matches(name, self._offered, n=3)
-                raise ValueError(f"outputs={name!r}: this model offers no such value; nearest: {', '.join(near) or 'none'}")
+                raise ValueError(
+                    f"outputs={name!r}: this model offers no such value; nearest: {', '.join(near) or 'none'}"
+                )
             whole = len(values) == 1 and name in self._offered and "." in name
             found[name] = values[0] if whole else map(lambda *xs: torch.stack(xs), *values)
         return found

@@ -24,9 +24,10 @@ import torch
 from beartype import BeartypeConf
 from beartype.door import is_bearable
 from jaxtyping import AbstractArray, TypeCheckError, jaxtyped
+from torch import Tensor
+
 from lowering import OPS, Op
 from params.tree import describe
-from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -246,12 +247,12 @@ def _misfit(value: Any, hint: Any, bound: dict[str, tuple[Any, str]], label: str
     axes, shape = hint.dim_str.split(), list(value.shape)
     lead = next((index for index, axis in enumerate(axes) if axis.startswith(("*", "..."))), None)
     if len(shape) != len(axes) if lead is None else len(shape) < len(axes) - 1:
-        return f"shape is {shape}, expected {len(axes) - (lead is not None)} axes{' or more' * (lead is not None)}: {hint.dim_str}"
+        count = f"{len(axes)} axes" if lead is None else f"{len(axes) - 1} axes or more"
+        return f"shape is {shape}, expected {count}: {hint.dim_str}"
+    sizes: list[Any] = shape
     if lead is not None:
         cut = lead + len(shape) - len(axes) + 1
-        sizes: list[Any] = [*shape[:lead], shape[lead:cut], *shape[cut:]]
-    else:
-        sizes = shape
+        sizes = [*shape[:lead], shape[lead:cut], *shape[cut:]]
     for axis, size in zip(axes, sizes, strict=True):
         expected, where = bound.setdefault(axis, (int(axis) if axis.isdigit() else size, label))
         if size != expected:

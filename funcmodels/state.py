@@ -8,6 +8,7 @@ own length, so a write beyond it changes no older state. *Recurrent* entries are
 from __future__ import annotations
 
 import abc
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -15,9 +16,10 @@ from typing import Any, TypeVar
 import torch
 import torch.utils._pytree as pytree
 from jaxtyping import Int
+from torch import Tensor
+
 from lowering.host import HostLengths
 from params.tree import dotted, map, num_bytes, off_tree, size, static, tree
-from torch import Tensor
 
 from .errors import StaleStateError, StateError
 from .pages import Lease, PagePool
@@ -31,7 +33,7 @@ class Appended:
 
 
 class Recurrent(abc.ABC):
-    """An entry whose tensors are all `[slots ...]`: one slot a row, then a scratch slot; and a `trail` while pending."""
+    """An entry whose tensors are all `[slots ...]`: one a row, then a scratch slot; and a `trail` while pending."""
 
     trail: Any
 
@@ -161,7 +163,14 @@ def host_lengths(state: State, counts: Sequence[int]) -> HostLengths:
     return HostLengths(tuple(counts), lengths, tuple(lease.pages for lease in host.leases), host.exact)
 
 
-def grown(state: State, layers: tuple[Entry, ...], log: TokenLog | None, counts: Tensor, host_counts: Sequence[int], keep: bool) -> State:
+def grown(
+    state: State,
+    layers: tuple[Entry, ...],
+    log: TokenLog | None,
+    counts: Tensor,
+    host_counts: Sequence[int],
+    keep: bool,
+) -> State:
     """The state after a forward: `counts` more tokens a row, pending when steps were kept."""
     lengths = tuple(length + count for length, count in zip(state.host.lengths, host_counts, strict=True))
     host = replace(state.host, lengths=lengths, pending=tuple(host_counts) if keep else None)
@@ -180,7 +189,9 @@ def commit(state: State, accepted: Int[Tensor, " rows"] | Sequence[int]) -> Stat
         raise StateError("commit: nothing is pending; only a state from forward(..., keep_steps=True) can be committed")
     known = _known(accepted)
     if not isinstance(accepted, Tensor):
-        accepted = torch.tensor(list(accepted), dtype=torch.int32)
+        accepted = torch.tensor([operator.index(count) for count in accepted], dtype=torch.int32)
+    if accepted.is_floating_point() or accepted.dtype == torch.bool:
+        raise TypeError(f"commit: accepted must be integers, found {accepted.dtype}")
     if accepted.shape != pending.shape:
         raise ValueError(f"commit: accepted has shape {list(accepted.shape)}, expected one count a row, [{state.rows}]")
     accepted = accepted.to(device=pending.device, dtype=pending.dtype)
@@ -206,9 +217,7 @@ def _committed(host: Host, accepted: list[int] | None) -> Host:
     for row, (count, most) in enumerate(zip(accepted, offered, strict=True)):
         if not 0 <= count <= most:
             raise ValueError(f"commit: row {row} was offered {most} tokens, {count} were accepted; give 0..{most}")
-    lengths = tuple(
-        length - most + count for length, most, count in zip(host.lengths, offered, accepted, strict=True)
-    )
+    lengths = tuple(length - most + count for length, most, count in zip(host.lengths, offered, accepted, strict=True))
     return replace(host, lengths=lengths, pending=None)
 
 
@@ -233,7 +242,9 @@ def fork(state: State, rows: Sequence[int] | None = None) -> State:
             for row, lease, count in zip(rows, leases, used, strict=True)
             for old, new in zip(state.host.leases[row].pages[:count], lease.pages, strict=False)
         ]
-        moved = _map_appended(state, lambda pages: _copied(pages, pages.new_zeros(pool.pages + 1, *pages.shape[1:]), copies))
+        moved = _map_appended(
+            state, lambda pages: _copied(pages, pages.new_zeros(pool.pages + 1, *pages.shape[1:]), copies)
+        )
     else:
         leases, copies = _share(state, rows, lengths)
         moved = _map_appended(state, lambda pages: _copied(pages, pages, copies))
@@ -272,7 +283,9 @@ def select(state: State, rows: Sequence[int]) -> State:
     _check_rows("select", state, rows, least=-1)
     live = [row for row in rows if row >= 0]
     if len(set(live)) < len(live):
-        raise ValueError(f"select: rows {rows} name a row twice, and both would share its pages; fork(state, rows) copies")
+        raise ValueError(
+            f"select: rows {rows} name a row twice, and both would share its pages; fork(state, rows) copies"
+        )
     pool = state.host.leases[0].pool
     leases = tuple(state.host.leases[row] if row >= 0 else Lease(pool) for row in rows)
     return _take_rows(state, rows, leases, [state.host.lengths[row] if row >= 0 else 0 for row in rows])

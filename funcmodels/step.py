@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int
-from lowering.host import HostLengths
-from lowering.ops.ragged import row_of_token
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack, is_functorch_wrapped_tensor
+
+from lowering.host import HostLengths
+from lowering.ops.ragged import row_of_token
 
 from .batch import Batch, check_room
 from .errors import StateError

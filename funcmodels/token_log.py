@@ -10,13 +10,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Int
-from params.tree import tree
 from torch import Tensor
+
+from params.tree import tree
 
 
 @tree
 class TokenLog:
-    """Token and prefix hash of each slot, and the prefix hash of each row; `steps`, while pending, after each new token."""
+    """Token and prefix hash of each slot, and each row's prefix hash; `steps` are those after its pending tokens."""
 
     token: Int[Tensor, "pages page_size"]
     prefix: Int[Tensor, "pages page_size"]
@@ -24,7 +25,7 @@ class TokenLog:
     steps: Int[Tensor, "rows kept"] | None = None
 
     def after(self, accepted: Int[Tensor, " rows"]) -> TokenLog:
-        """The log when the first `accepted` of each row's pending tokens count. Slots are not read: they may be another's."""
+        """The log when the first `accepted` of each row's pending tokens count. Reads no slot: others may have written it."""
         assert self.steps is not None
         return TokenLog(self.token, self.prefix, self.steps.gather(1, accepted.long()[:, None])[:, 0])
 

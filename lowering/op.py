@@ -42,6 +42,8 @@ class Kernel:
     `refuse(*args, **kwargs)` reads shapes, dtypes and static arguments and returns `None`, or one sentence with the
     limit in it. `host_reads` marks a kernel that reads tensor values on the host: it is refused while a program is
     being traced or mapped. `batches=False` marks one whose operators have no batching rule: it is refused under vmap.
+    `eager=True` marks one that writes in place and loops to spare memory passes: it is refused where anything records
+    or maps the operators (tracing, function transforms, gradients).
     `prepare(weight)` makes, once, the weight layout that the kernel wants, or returns None for a weight it leaves.
     """
 
@@ -51,6 +53,7 @@ class Kernel:
     refuse: Refusal | None = None
     host_reads: bool = False
     batches: bool = True
+    eager: bool = False
     prepare: Callable[[Any], Any] | None = None
 
     def serves(self, target: Target) -> bool:
@@ -86,16 +89,21 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = MODE.get()
-        surroundings = _surroundings()
-        key = _key(mode.key, surroundings, args, kwargs)
-        choice = self._choices.get(key)
-        if choice is None:
-            choice = self._choices[key] = self.choose(mode, surroundings, args, kwargs)
+        choice = self._cached(mode, _surroundings(), args, kwargs)
+        if choice.kernel.eager and _records_gradients(args):
+            choice = self._cached(mode, "autograd", args, kwargs)
         if mode.report is not None:
             mode.report.add(choice, args, kwargs)
         if mode.dry and choice.kernel.host_reads:
             return self.body(*args, **kwargs)
         return choice.kernel.run(*args, **kwargs)
+
+    def _cached(self, mode: Mode, surroundings: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        key = _key(mode.key, surroundings, args, kwargs)
+        choice = self._choices.get(key)
+        if choice is None:
+            choice = self._choices[key] = self.choose(mode, surroundings, args, kwargs)
+        return choice
 
     def kernel(
         self,
@@ -105,6 +113,7 @@ class Op:
         refuse: Refusal | None = None,
         host_reads: bool = False,
         batches: bool = True,
+        eager: bool = False,
         prepare: Callable[[Any], Any] | None = None,
     ) -> Callable[[F], F]:
         """Register a kernel. Kernels are tried in the order registered, the reference last."""
@@ -116,7 +125,7 @@ class Op:
                 raise LoweringError(
                     f"{self.name}: kernel {name!r} takes {inspect.signature(run)}, the op takes {self.signature}"
                 )
-            added = Kernel(name, _checked_like(self.body, run), targets, refuse, host_reads, batches, prepare)
+            added = Kernel(name, _checked_like(self.body, run), targets, refuse, host_reads, batches, eager, prepare)
             reference = self.kernels.pop(REFERENCE)
             self.kernels |= {name: added, REFERENCE: reference}
             self._choices.clear()
@@ -134,7 +143,8 @@ class Op:
         """The choice for this call, without running it."""
         mode = MODE.get()
         chosen = mode.target if target is None else targets.named(target)
-        return self.choose(Mode(mode.policy, chosen, dry=mode.dry), _surroundings(), args, kwargs)
+        surroundings = _surroundings() or ("autograd" if _records_gradients(args) else "")
+        return self.choose(Mode(mode.policy, chosen, dry=mode.dry), surroundings, args, kwargs)
 
     def choose(self, mode: Mode, surroundings: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """Try the kernels in order; `LoweringError` when the policy leaves none."""
@@ -178,8 +188,10 @@ def _checked_like(body: Callable[..., Any], run: Callable[..., Any]) -> Callable
 def _refusal(kernel: Kernel, target: Target, surroundings: str, args: Any, kwargs: Any) -> str | None:
     if not kernel.serves(target):
         return f"serves {', '.join(kernel.targets)}; target is {target.name}"
-    if kernel.host_reads and surroundings:
+    if kernel.host_reads and surroundings not in ("", "autograd", "a function transform"):
         return f"reads lengths or ids on the host, which {surroundings} does not allow"
+    if kernel.eager and surroundings:
+        return f"writes in place, which {surroundings} does not allow"
     if not kernel.batches and surroundings == "vmap":
         return "has no batching rule, so it is left out under vmap"
     return None if kernel.refuse is None else kernel.refuse(*args, **kwargs)
@@ -221,13 +233,17 @@ def _static(value: Any) -> Any:
 
 
 def _surroundings() -> str:
-    """Why host reads are not allowed here, or an empty string."""
+    """What is recording or mapping operators here, or an empty string."""
     if _len_torch_dispatch_stack():
         return "tracing"
     stack = get_interpreter_stack()
-    if stack and any(level.key() == TransformType.Vmap for level in stack):
-        return "vmap"
+    if stack:
+        return "vmap" if any(level.key() == TransformType.Vmap for level in stack) else "a function transform"
     return ""
+
+
+def _records_gradients(args: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
 
 
 def _without_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -227,7 +228,8 @@ def test_as_a_module_in_its_own_process(directory: Path) -> None:
 def test_a_reader_that_leaves_early_is_no_error(directory: Path) -> None:
     command = [sys.executable, "-m", "funcmodels", "lower", "--model", str(directory), "--target", "cpu"]
     root, pipe = Path(__file__).parents[1], subprocess.PIPE
-    with subprocess.Popen(command, cwd=root, stdout=pipe, stderr=pipe) as process:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, cwd=root, env=buffered, stdout=pipe, stderr=pipe) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Tokens
+from tokenizers import decoders, models
 
 import funcmodels as fm
 import lowering
 import params as trees
-from funcmodels.text import TextStream
+from funcmodels.text import TextStream, Tokenizer
 from tests import tiny
 
 PROMPTS = [[5, 9, 200, 31, 7], [100], [17, 30, 44, 250, 81, 66, 3, 12, 90, 71, 33], [2, 2, 2], [301, 77], [8] * 20]
@@ -311,3 +313,14 @@ def test_ids_without_a_token_give_no_text(loaded: tuple[fm.Model, Any]) -> None:
     assert tokenizer is not None
     ids = [tiny.VOCAB - 1, *tiny.byte_ids("a"), 0, tiny.VOCAB - 2, *tiny.byte_ids("b")]
     assert "".join(streamed(TextStream(tokenizer), ids)) == "ab"
+
+
+def test_streams_keep_the_spaces_that_a_decoder_takes_from_the_first_word(tmp_path: Path) -> None:
+    words = ["<s>", "\N{LOWER ONE EIGHTH BLOCK}one", "\N{LOWER ONE EIGHTH BLOCK}two", "ly"]
+    tokens = Tokens(models.WordLevel({word: index for index, word in enumerate(words)}))
+    tokens.decoder = decoders.Metaspace()
+    tokens.add_special_tokens(["<s>"])
+    tokens.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.of(tmp_path, {})
+    ids = [0, 1, 2, 3, 0, 0, 2, 0, 1]
+    assert "".join(streamed(TextStream(tokenizer), ids)) == tokenizer.decode(ids) == "one twoly two one"

@@ -8,6 +8,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -127,7 +128,12 @@ def run(model: fm.Model, weights: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("moe", [False, True])
 def test_right_calls_give_the_same_bits(moe: bool) -> None:
-    more = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}
+    more = {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20,
+    }
     kind = {"model_type": "qwen3_5_moe_text", **more} if moe else {"model_type": "qwen3_5_text"}
     model = fm.build({**SIZES, **kind})
     weights = model.init_params()
@@ -141,7 +147,13 @@ def test_right_calls_give_the_same_bits(moe: bool) -> None:
 
 def test_enabling_twice_is_enabling_once_and_disabling_puts_everything_back() -> None:
     def look() -> list[Any]:
-        return [gqa.gated_attention, vars(fm.Batch)["from_tokens"], fm.commit, ops.linear.body, type(ops.linear).__call__]
+        return [
+            gqa.gated_attention,
+            vars(fm.Batch)["from_tokens"],
+            fm.commit,
+            ops.linear.body,
+            type(ops.linear).__call__,
+        ]
 
     plain = look()
     enable_shape_checks()
@@ -168,9 +180,14 @@ def test_names_imported_elsewhere_are_replaced(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("value", ["1", "0", ""])
 def test_the_environment_switch_works_before_import(value: str) -> None:
-    program = "import torch, funcmodels; from lowering import ops; ops.rms_norm(torch.ones(5, 4), torch.ones(1), eps=1e-6)"
+    program = (
+        "import torch, funcmodels; from lowering import ops; ops.rms_norm(torch.ones(5, 4), torch.ones(1), eps=1e-6)"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "FUNCMODELS_SHAPE_CHECKS": value}
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "FUNCMODELS_SHAPE_CHECKS": value},
     )
     assert ("rms_norm: weight: axis 'dim' is 1, expected 4 as in x" in done.stderr) == (value == "1")
     assert (done.returncode == 0) == (value != "1")
@@ -186,7 +203,10 @@ def test_every_op_promises_its_tensors(op: lowering.Op, checks: None) -> None:
 def test_a_kernel_answers_for_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = Kernel("bad", lambda x, weight, *, eps: x[..., 1:], ("cpu",))
     monkeypatch.setitem(ops.rms_norm.kernels, "bad", bad)
-    with lowering.use(rms_norm="bad"), pytest.raises(TypeCheckError, match="the result: axis 'dim' is 7, expected 8 as in x"):
+    with (
+        lowering.use(rms_norm="bad"),
+        pytest.raises(TypeCheckError, match="the result: axis 'dim' is 7, expected 8 as in x"),
+    ):
         ops.rms_norm(tokens(5, 8), tokens(8), eps=1e-6)
 
 
@@ -251,26 +271,17 @@ def test_axis_sizes_belong_to_one_call() -> None:
 
 def test_threads_do_not_share_sizes() -> None:
     barrier = threading.Barrier(2)
-    failed: list[BaseException] = []
 
     @shape_checked
     def meet(x: Float[Tensor, " size"]) -> Float[Tensor, " size"]:
         barrier.wait(10)
         return x + 1
 
-    def repeat(size: int) -> None:
-        try:
-            for _ in range(50):
-                meet(tokens(size))
-        except BaseException as error:
-            failed.append(error)
+    def repeat(size: int) -> list[int]:
+        return [meet(tokens(size)).shape[0] for _ in range(50)]
 
-    threads = [threading.Thread(target=repeat, args=(size,)) for size in (3, 4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(repeat, (3, 4))) == [[3] * 50, [4] * 50]
 
 
 # Placeholders and transforms.

@@ -14,10 +14,11 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-import funcmodels as fm
-import params as checkpoints
 import torch
 import train
+
+import funcmodels as fm
+import params as checkpoints
 from params import tree
 from params.names.qwen3_5 import NAMES
 

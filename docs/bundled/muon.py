@@ -11,9 +11,10 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from params import tree
 from params.spec import TensorSpec
-from torch import Tensor
 
 MOMENTUM = 0.95
 SECOND = 0.98

@@ -3,9 +3,10 @@
     python docs/bundled/tokenizer.py DATA
     python docs/bundled/train.py DATA RUN --minutes 95 --decay-minutes 20
 
-Every call goes on from RUN's newest checkpoint for `--minutes`. The learning rate is flat until `--decay-minutes` before
-the end, then falls to zero; RUN keeps the last checkpoint before the fall (`stable.safetensors`), from which a later
-call without a decay goes on. The tokens of step n depend on n and the seed alone.
+Every call goes on from RUN's newest checkpoint for `--minutes`, compiling included. The learning rate is flat until
+`--decay-minutes` before the end, then falls to zero. RUN keeps the last checkpoint before the fall as
+`stable.safetensors`; renamed to `newest.safetensors`, training goes on from there. The tokens of step n depend on n and
+the seed alone, the length of the fall on the clock.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import funcmodels as fm
 import muon
 import numpy as np
 import torch
@@ -27,11 +27,13 @@ import torch._inductor
 import torch._inductor.config
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from params import tree
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+
+import funcmodels as fm
+from params import tree
 
 HERE = Path(__file__).parent
 ROWS, LENGTH = 4, 512  # sequences a step, tokens a sequence
@@ -54,7 +56,7 @@ class Data:
             self.bytes[index] = len(token) if index else 0  # a byte-level token has one character a byte; id 0 has none
 
     def windows(self, step: int) -> list[list[int]]:
-        """The `ROWS` windows of `LENGTH + 1` tokens of a step: each epoch a shuffle of all windows at a random phase."""
+        """The `ROWS` windows of `LENGTH + 1` tokens of a step; an epoch shuffles all windows, at a random phase."""
         count = len(self.train) // LENGTH - 2
         rows = []
         for index in range(step * ROWS, (step + 1) * ROWS):
@@ -131,7 +133,7 @@ class Gradient:
     """Mean loss of a step and its gradient, compiled.
 
     The whole of `grad_and_value` is traced once into a graph of plain operators, and Inductor fuses them: minutes to
-    begin with, then about three times the tokens a core second of deriving the gradient operator by operator.
+    begin with, then about twice the tokens a core second of deriving the gradient operator by operator.
     """
 
     def __init__(self, loss: Callable[..., Tensor], params: Any, data: Data) -> None:

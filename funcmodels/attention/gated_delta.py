@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int
+from torch import Tensor
+
 from lowering import ops
 from lowering.ops import DeltaTrail, WindowTrail
 from params.spec import TensorSpec
 from params.tree import tree, unchecked
-from torch import Tensor
 
 from ..blocks.linear import Linear, Norm, linear_spec, norm_spec
 from ..state import Recurrent

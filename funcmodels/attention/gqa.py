@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from jaxtyping import Float
+from torch import Tensor
+
 from lowering import ops
 from params.tree import map, tree, unchecked
-from torch import Tensor
 
 from ..blocks.linear import Linear, Norm, linear_spec, norm_spec
 from ..state import Appended

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from jaxtyping import Float
+from torch import Tensor
+
 from params.spec import Init, TensorSpec
 from params.tree import tree, unchecked
-from torch import Tensor
 
 PrepareWeight = Callable[[str, Any], Any]
 

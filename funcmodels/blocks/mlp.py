@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from jaxtyping import Float, Int
+from torch import Tensor
+
 from lowering import ops
 from params.spec import TensorSpec
 from params.tree import tree, unchecked
-from torch import Tensor
 
 from .linear import Linear, linear_spec
 

@@ -5,21 +5,21 @@ Text models. Source: `Qwen3_5TextConfig`, `Qwen3_5MoeTextConfig` and their model
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from lowering import ops
-from params.errors import ConfigError
-from params.spec import TensorSpec
-from params.tree import tree, unchecked
 from torch import Tensor
 
+from lowering import ops
+from params.spec import TensorSpec
+from params.tree import tree, unchecked
+
 from .. import config as configs
-from ..attention.gated_delta import DeltaNet, DeltaNetState, delta_net, delta_net_spec, delta_net_state
-from ..attention.gqa import GatedAttention, KeyValuePages, gated_attention, gated_attention_spec, key_value_pages
+from ..attention.gated_delta import DeltaNet, delta_net, delta_net_spec, delta_net_state
+from ..attention.gqa import GatedAttention, gated_attention, gated_attention_spec, key_value_pages
 from ..batch import Batch
 from ..blocks.linear import Embedding, Linear, Norm, linear_spec, norm_spec
 from ..blocks.mlp import Mlp, SharedExpertMoe, mlp, mlp_spec, moe, moe_spec
@@ -118,25 +118,52 @@ def _layer_types(given: Mapping[str, Any]) -> list[str]:
 
 
 def _check(config: Qwen35Config, given: Mapping[str, Any], sizes: Sequence[str]) -> None:
-    moe = config.num_experts > 0
     found = {name: getattr(config, name) for name in (*_POSITIVE, *sizes)}
-    rope_type = given.get("rope_type", given.get("type", "default"))
     configs.require(
         *((value > 0, f"{name} must be positive, found {value}") for name, value in found.items()),
-        (config.mtp_num_hidden_layers >= 0, f"mtp_num_hidden_layers must not be negative, found {config.mtp_num_hidden_layers}"),
-        (moe == (sizes is _MOE_SIZES), f"model_type {given.get('model_type')!r} and num_experts {config.num_experts} contradict each other"),
-        (not moe or config.num_experts_per_tok <= config.num_experts, f"num_experts_per_tok {config.num_experts_per_tok} is more than num_experts {config.num_experts}"),
-        (len(config.layer_types) == config.num_hidden_layers, f"layer_types has {len(config.layer_types)} entries, num_hidden_layers is {config.num_hidden_layers}"),
-        (set(config.layer_types) <= {"full_attention", "linear_attention"}, f"layer_types may hold full_attention and linear_attention, found {sorted(set(config.layer_types))}"),
-        (config.num_attention_heads % max(config.num_key_value_heads, 1) == 0, "num_attention_heads must be a multiple of num_key_value_heads"),
-        (config.linear_num_value_heads % max(config.linear_num_key_heads, 1) == 0, "linear_num_value_heads must be a multiple of linear_num_key_heads"),
-        (0 < config.rotary_dim <= config.head_dim and config.rotary_dim % 2 == 0, f"partial_rotary_factor {config.partial_rotary_factor} gives {config.rotary_dim} rotary channels of {config.head_dim}; an even number in 2..head_dim is needed"),
-        (len(config.mrope_section) == 3, f"mrope_section must have three parts, found {list(config.mrope_section)}"),
-        (given.get("hidden_act", "silu") == "silu", f"hidden_act {given.get('hidden_act')!r} is not supported; Qwen3.5 uses silu"),
+        *_layer_rules(config),
+        *_feed_forward_rules(config, given, sizes),
+        *_rotary_rules(config, given),
+        (
+            given.get("hidden_act", "silu") == "silu",
+            f"hidden_act {given.get('hidden_act')!r} is not supported; only silu is",
+        ),
         (not given.get("attention_bias", False), "attention_bias true is not supported"),
         (given.get("attn_output_gate", True), "attn_output_gate false is not supported: Qwen3.5 gates its attention"),
-        (rope_type == "default", f"rope_type {rope_type!r} is not supported; only default is"),
-    )  # fmt: skip
+    )
+
+
+def _layer_rules(config: Qwen35Config) -> Iterator[tuple[bool, str]]:
+    kinds, known = config.layer_types, ("full_attention", "linear_attention")
+    layers, drafts = config.num_hidden_layers, config.mtp_num_hidden_layers
+    yield drafts >= 0, f"mtp_num_hidden_layers must not be negative, found {drafts}"
+    yield len(kinds) == layers, f"layer_types has {len(kinds)} entries, num_hidden_layers is {layers}"
+    yield set(kinds) <= set(known), f"layer_types may hold {' and '.join(known)}, found {sorted(set(kinds))}"
+    for more, fewer in (
+        ("num_attention_heads", "num_key_value_heads"),
+        ("linear_num_value_heads", "linear_num_key_heads"),
+    ):
+        whole = getattr(config, more) % max(getattr(config, fewer), 1) == 0
+        yield whole, f"{more} must be a multiple of {fewer}, found {getattr(config, more)} and {getattr(config, fewer)}"
+
+
+def _feed_forward_rules(
+    config: Qwen35Config, given: Mapping[str, Any], sizes: Sequence[str]
+) -> Iterator[tuple[bool, str]]:
+    experts, chosen, kind = config.num_experts, config.num_experts_per_tok, given.get("model_type")
+    yield (experts > 0) == (sizes is _MOE_SIZES), f"model_type {kind!r} and num_experts {experts} contradict each other"
+    yield experts <= 0 or chosen <= experts, f"num_experts_per_tok {chosen} is more than num_experts {experts}"
+
+
+def _rotary_rules(config: Qwen35Config, given: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
+    dim, kind, sections = config.rotary_dim, given.get("rope_type", given.get("type", "default")), config.mrope_section
+    yield (
+        0 < dim <= config.head_dim and dim % 2 == 0,
+        f"partial_rotary_factor {config.partial_rotary_factor} gives {dim} rotary channels of {config.head_dim}; "
+        "an even number in 2..head_dim is needed",
+    )
+    yield len(sections) == 3, f"mrope_section must have three parts, found {list(sections)}"
+    yield kind == "default", f"rope_type {kind!r} is not supported; only default is"
 
 
 _MOE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
@@ -198,7 +225,9 @@ def init_entries(
     def entry(kind: str) -> Entry:
         if kind == "full_attention":
             return key_value_pages(pages, page_size, config.num_key_value_heads, config.head_dim, dtype, device)
-        return delta_net_state(rows, **_delta_sizes(config), dtype=dtype, recurrent_dtype=recurrent_dtype, device=device)
+        return delta_net_state(
+            rows, **_delta_sizes(config), dtype=dtype, recurrent_dtype=recurrent_dtype, device=device
+        )
 
     return tuple(entry(kind) for kind in config.layer_types)
 
@@ -236,7 +265,9 @@ def forward(
     return Output(head_logits(normed, head, step, logits), normed, taps.taken()), finish(step, entries)
 
 
-def _rotary(config: Qwen35Config, batch: Batch, step: Step) -> tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]]:
+def _rotary(
+    config: Qwen35Config, batch: Batch, step: Step
+) -> tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]]:
     sizes: dict[str, Any] = {"rotary_dim": config.rotary_dim, "theta": config.rope_theta}
     if batch.positions is None:
         return ops.rotary_angles(step.positions, **sizes)

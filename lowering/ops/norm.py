@@ -85,7 +85,7 @@ def gated_rms_norm(
 ) -> Float[Tensor, "*lead dim"]:
     """Norm first, gate second, with a rounding between: weight * cast(unit x), times act(gate) (gated delta net)."""
     scaled = weight * _normalise(x, eps)[0].to(x.dtype)
-    return (scaled.float() * _activate(gate.float(), activation)).to(x.dtype)
+    return (scaled.float() * activate(gate.float(), activation)).to(x.dtype)
 
 
 @op
@@ -98,7 +98,7 @@ def gated_rms_norm_fp32(
     activation: Activation,
 ) -> Float[Tensor, "*lead dim"]:
     """weight * unit x * act(gate), all in float32, rounded once (Kimi delta attention)."""
-    return (weight.float() * _normalise(x, eps)[0] * _activate(gate.float(), activation)).to(x.dtype)
+    return (weight.float() * _normalise(x, eps)[0] * activate(gate.float(), activation)).to(x.dtype)
 
 
 @op
@@ -110,5 +110,6 @@ def grouped_gemma_rms_norm(
     return (unit * (1 + weight.float())).to(x.dtype)
 
 
-def _activate(x: Tensor, activation: Activation) -> Tensor:
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """The gate's activation."""
     return F.silu(x) if activation == "silu" else torch.sigmoid(x)

@@ -20,7 +20,7 @@ class WindowTrail:
 
     def at(self, accepted: Int[Tensor, " rows"], past: int) -> Float[Tensor, "slots past channels"]:
         """The window after the first `accepted` of each row's new tokens: one gather."""
-        return _window_after(self.inputs, accepted, past)
+        return window_after(self.inputs, accepted, past)
 
 
 @op
@@ -43,20 +43,22 @@ def short_conv(
     rows, width = new.shape[0], weight.shape[1]
     past = new.new_zeros(rows, width - 1, x.shape[1]) if window is None else window[:rows].to(x.dtype)
     inputs = torch.cat((past, new), 1)
-    y = sum(inputs[:, tap : tap + max_query].float() * weight[:, tap].float() for tap in range(width))
+    taps = weight.float().T.contiguous()
+    y = sum(inputs[:, tap : tap + max_query].float() * taps[tap] for tap in range(width))
     y = to_flat(F.silu(y).to(x.dtype), query_start, x.shape[0], uniform)
     if window is None:
         return y, None, None
     if keep_steps:
-        return y, window, WindowTrail(_with_scratch(inputs))
-    return y, _window_after(_with_scratch(inputs), query_start.diff(), width - 1).to(window.dtype), None
+        return y, window, WindowTrail(with_scratch(inputs))
+    return y, window_after(with_scratch(inputs), query_start.diff(), width - 1).to(window.dtype), None
 
 
-def _with_scratch(x: Tensor) -> Tensor:
+def with_scratch(x: Tensor) -> Tensor:
+    """[rows ...] with an empty slot behind."""
     return F.pad(x, (0, 0) * (x.ndim - 1) + (0, 1))
 
 
-def _window_after(inputs: Tensor, accepted: Tensor, past: int) -> Tensor:
+def window_after(inputs: Tensor, accepted: Tensor, past: int) -> Tensor:
     """inputs [slots past+steps channels] cut to the `past` entries that end after `accepted` new ones."""
     accepted = F.pad(accepted, (0, 1))
     index = accepted[:, None] + torch.arange(past, device=inputs.device)

@@ -1,8 +1,8 @@
 """The gated delta rule in chunks for prompts, and as one update for decoding.
 
-The chunked form solves, per chunk of 64 tokens, for what each token writes, and carries the state from chunk to chunk:
+The chunked form solves, per chunk of tokens, for what each token writes, and carries the state from chunk to chunk:
 with c the running sum of log decays, L_ij = exp(c_i - c_j) for j <= i and A = strict lower triangle of beta k k^T L,
-    (I + A) U = beta v,   (I + A) W = beta exp(c) k,   D = U - W S^T,
+    D = (I + A)^-1 beta (v - exp(c) k S^T),
     o = exp(c) q S^T + (q k^T L) D,   S <- exp(c_last) S + D^T (exp(c_last - c) k)
 Source: the chunkwise algorithm of Gated Delta Networks (arXiv 2412.06464), section 3.
 """
@@ -17,13 +17,14 @@ from ..ops.delta import gated_delta_rule
 from ..ops.ragged import to_flat, to_rectangle
 from ..target import EVERY
 
-CHUNK = 64
+CHUNK = 32
+"""Tokens a chunk: the whole of one chunk's work fits in cache."""
 SMALLEST_EXPONENT = -80.0
 """Decays below exp(-80) are taken as zero: they are below float32 rounding, and denormal numbers cost tenfold time."""
 
 
 def _exp(x: Tensor) -> Tensor:
-    return torch.where(x > SMALLEST_EXPONENT, x, -torch.inf).exp()
+    return F.threshold(x, SMALLEST_EXPONENT, -torch.inf).exp()
 
 
 def _refuse_step(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps) -> str | None:
@@ -34,21 +35,22 @@ def _refuse_step(q, k, v, decay, beta, state, query_start, *, max_query, uniform
     return None if max_query == 1 and uniform else f"takes one token in every row; this call has up to {max_query}"
 
 
-@gated_delta_rule.kernel("torch_step", targets=EVERY, refuse=_refuse_step)
+@gated_delta_rule.kernel("torch_step", targets=("cpu",), refuse=_refuse_step, eager=True)
 def _step(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps):
-    rows, v_heads, v_dim = v.shape
-    shared = v_heads // k.shape[1]
-    q, k = (x.float().repeat_interleave(shared, 1).flatten(0, 1)[..., None] for x in (q, k))
-    now = (state[:rows].float() * _exp(decay)[..., None, None]).flatten(0, 1)
-    update = beta.float().reshape(-1, 1, 1) * (v.float().reshape(-1, v_dim, 1) - now @ k)
-    now = torch.baddbmm(now, update, k.mT)
-    out = (now @ q).view(v.shape).to(v.dtype)
-    return out, _stored(now.view(rows, *state.shape[1:]), state), None
-
-
-def _stored(now: Tensor, state: Tensor) -> Tensor:
-    """Rows in the state's dtype, with its scratch slot behind them."""
-    return torch.cat((now.to(state.dtype), state[now.shape[0] :]))
+    shared = v.shape[1] // k.shape[1]
+    q, k = (x.float().repeat_interleave(shared, 1) for x in (q, k))
+    keys_queries, overlap = torch.stack((k, q), 2), (k * q).sum(-1, keepdim=True)
+    decay, beta, values = _exp(decay)[..., None, None], beta[..., None], v.float()
+    after, out = torch.empty_like(state), torch.empty_like(values)
+    # Row by row, so that a row's matrices stay in cache from their decay to their update.
+    for row in range(v.shape[0]):
+        now = state[row].float().mul(decay[row])
+        read, queried = torch.bmm(keys_queries[row], now.mT).unbind(1)
+        update = beta[row] * (values[row] - read)
+        torch.add(queried, update * overlap[row], out=out[row])
+        after[row] = now.addcmul_(update[..., None], k[row, :, None])
+    after[v.shape[0] :] = state[v.shape[0] :]
+    return out.to(v.dtype), after, None
 
 
 def _refuse_chunked(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps) -> str | None:
@@ -59,43 +61,44 @@ def _refuse_chunked(q, k, v, decay, beta, state, query_start, *, max_query, unif
 
 @gated_delta_rule.kernel("torch_chunked", targets=EVERY, refuse=_refuse_chunked)
 def _chunked(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps):
-    q3, k3, v3, g, b = (
-        _heads_first(to_rectangle(x, query_start, max_query, uniform), k.shape[1]) for x in (q, k, v, decay, beta)
-    )
-    rows = q3.shape[0]
-    shape = (rows, *v3.shape[1:3], v.shape[2], k.shape[2])
-    before = v3.new_zeros(shape) if state is None else state[:rows].float().view(shape)
-    out, after = _chunks(q3, k3, v3, g[..., 0], b[..., 0], before)
-    out = out.flatten(3, 4)[:, :, :, :max_query].permute(0, 3, 1, 2, 4).flatten(2, 3)
-    out = to_flat(out, query_start, v.shape[0], uniform).to(v.dtype)
-    return out, None if state is None else _stored(after.view(rows, *state.shape[1:]), state), None
-
-
-def _heads_first(x: Tensor, k_heads: int) -> Tensor:
-    """[rows queries heads ...] to float32 [rows k_heads shared chunks CHUNK dim], zeros behind each row's end."""
-    x = x if x.ndim == 4 else x[..., None]
-    x = F.pad(x.float(), (0, 0, 0, 0, 0, -x.shape[1] % CHUNK))
-    return x.unflatten(2, (k_heads, -1)).unflatten(1, (-1, CHUNK)).permute(0, 3, 4, 1, 2, 5)
-
-
-def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """q, k [rows k_heads 1 chunks n dim]; v, g, b with `shared` value heads in place of 1; state [... v_dim k_dim]."""
-    c = g.cumsum(-1)
-    ones = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device)
-    # The diagonal is a constant 0: its gradient would cancel, but only after swamping gradients of strong decays.
-    above = torch.zeros(CHUNK, CHUNK, device=q.device).masked_fill(ones.triu(1), -torch.inf)
-    spread = _exp(torch.where(ones.tril(-1), c[..., :, None] - c[..., None, :], above))
-    chained = torch.where(ones.tril(-1), b[..., None] * (k @ k.mT) * spread, 0)
-    wanted = torch.cat((b[..., None] * v, (b * _exp(c))[..., None] * k), -1)
-    solved = torch.linalg.solve_triangular(chained, wanted, upper=False, unitriangular=True)
-    own, past = solved.split((v.shape[-1], k.shape[-1]), -1)
-    near = (q @ k.mT) * spread
-    far = q * _exp(c)[..., None]
-    left = k * _exp(c[..., -1:] - c)[..., None]
-    whole = _exp(c[..., -1])
+    q3, k3, v3, g, b = (to_rectangle(x, query_start, max_query, uniform) for x in (q, k, v, decay, beta))
+    rows, _, v_heads, v_dim = v3.shape
+    shared, k_dim = v_heads // k.shape[1], k.shape[2]
+    now = v3.new_zeros(rows * v_heads, v_dim, k_dim, dtype=torch.float32)
+    if state is not None:
+        now = state[:rows].float().flatten(0, 1)
     outputs = []
-    for n in range(q.shape[3]):
-        writes = own[..., n, :, :] - past[..., n, :, :] @ state.mT
-        outputs.append(far[..., n, :, :] @ state.mT + near[..., n, :, :] @ writes)
-        state = whole[..., n, None, None] * state + writes.mT @ left[..., n, :, :]
-    return torch.stack(outputs, 3), state
+    for at in range(0, max_query, CHUNK):
+        piece = slice(at, at + CHUNK)
+        qs, ks = (_heads_first(x[:, piece].repeat_interleave(shared, 2)) for x in (q3, k3))
+        out, now = _chunk(qs, ks, *(_heads_first(x[:, piece]) for x in (v3, g, b)), now)
+        outputs.append(out)
+    out = torch.cat(outputs, 1).unflatten(0, (rows, v_heads)).transpose(1, 2)
+    out = to_flat(out, query_start, v.shape[0], uniform).to(v.dtype)
+    if state is None:
+        return out, None, None
+    return out, torch.cat((now.view(rows, *state.shape[1:]).to(state.dtype), state[rows:])), None
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[rows tokens heads ...] to float32 [rows * heads tokens ...]."""
+    return x.float().transpose(1, 2).flatten(0, 1)
+
+
+def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """q, k, v [heads tokens dim], g, b [heads tokens], state [heads v_dim k_dim]: outputs, and the state after."""
+    tokens = k.shape[1]
+    c = g.cumsum(1)
+    earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=k.device).tril(-1)
+    one = torch.eye(tokens, device=k.device)
+    # The diagonal is a constant 0: its gradient would cancel, but only after swamping gradients of strong decays.
+    spread = _exp(torch.where(earlier, c[:, :, None] - c[:, None, :], one.log()))
+    keys_queries = torch.cat((k, q), 1)
+    chained, near = (keys_queries @ k.mT).split(tokens, 1)
+    read, far = (keys_queries @ state.mT).split(tokens, 1)
+    b, grown = b[..., None], _exp(c)[..., None]
+    solved = torch.linalg.solve_triangular(b * chained * spread, one.expand_as(near), upper=False, unitriangular=True)
+    writes = solved @ (b * (v - grown * read))
+    out = torch.baddbmm(grown * far, near * spread, writes)
+    left = k * _exp(c[:, -1:] - c)[..., None]
+    return out, torch.baddbmm(_exp(c[:, -1])[:, None, None] * state, writes.mT, left)

@@ -12,7 +12,8 @@ from torch import Tensor
 from ..ops.linear import linear
 from ..weights import PreparedWeight
 
-PACKABLE = (torch.float32, torch.bfloat16)
+SMALLEST = {torch.float32: 2**19, torch.bfloat16: 2**15}
+"""Elements from which on a packed weight is faster than a plain one, at any number of rows."""
 
 
 @tree
@@ -34,8 +35,9 @@ class PackedWeight(PreparedWeight):
 
 
 def _pack(weight: Tensor) -> PackedWeight | None:
-    """The packed weight; None for a dtype that oneDNN does not pack here."""
-    if weight.dtype not in PACKABLE or (weight.dtype == torch.bfloat16 and not _has_bf16()):
+    """The packed weight; None for one that is small or of a dtype that oneDNN does not pack here."""
+    smallest = SMALLEST.get(weight.dtype)
+    if smallest is None or weight.numel() < smallest or (weight.dtype == torch.bfloat16 and not _has_bf16()):
         return None
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
     return PackedWeight(packed, tuple(weight.shape), weight.dtype)

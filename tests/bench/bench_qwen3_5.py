@@ -10,7 +10,6 @@ decoding) or to do its products at the measured matrix-product rate (for prompts
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ import funcmodels as fm
 import lowering
 import params as checkpoints
 from params import tree
+from tests.bench.timing import best
 
 logging.set_verbosity_error()
 
@@ -64,21 +64,6 @@ class Pair:
         """Every projection that a token passes, the head among them."""
         weights = [leaf for path, leaf in tree.items(self.params) if leaf.ndim == 2 and "embed" not in path and "conv" not in path]
         return weights if self.params.head is not None else [*weights, self.params.embed.weight]
-
-
-def best(rounds: int, *functions: Callable[[], object]) -> list[float]:
-    """Seconds of the fastest run of each function, run in turn.
-
-    With one thread it is the thread's CPU time, which other programs on the machine disturb less.
-    """
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    times = [float("inf")] * len(functions)
-    for _ in range(rounds):
-        for index, function in enumerate(functions):
-            start = clock()
-            function()
-            times[index] = min(times[index], clock() - start)
-    return times
 
 
 def read_bandwidth(rounds: int) -> float:

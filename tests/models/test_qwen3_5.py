@@ -21,7 +21,12 @@ from tests.oracle.states import ROUNDING, advance, assert_rows_close, per_row, p
 from tests.tolerances import assert_close
 
 LAYERS = tuple(f"layers.{index}" for index in range(4))
-REFERENCES = {"paged_attention": "torch", "attention": "torch", "gated_delta_rule": "torch", "experts": "torch"}
+REFERENCES: dict[str, Any] = {
+    "paged_attention": "torch",
+    "attention": "torch",
+    "gated_delta_rule": "torch",
+    "experts": "torch",
+}
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -30,7 +35,7 @@ def close(actual: Any, expected: Any) -> None:
     assert_close(actual, expected, looser=5, reason=ROUNDING)
 
 
-def together(one: Pair, state: fm.State | None, ids: list[list[int]], **kwargs: Any) -> tuple[fm.Output, Any]:
+def together(one: Pair, state: fm.State | None, ids: list[list[int]], **kwargs: Any) -> tuple[Any, Any]:
     batch = fm.Batch.from_lists(ids, state, vocab=one.config.vocab_size)
     return one.model.forward(one.params, state, batch, **kwargs)
 
@@ -73,7 +78,7 @@ def test_a_conversation_of_several_calls_is_that_of_transformers(kind: str, seed
         close(fm.logical(state, 0), theirs.entries)
 
 
-@pytest.mark.parametrize("kind, seed", [*itertools.product(KINDS, range(3))])
+@pytest.mark.parametrize(("kind", "seed"), [*itertools.product(KINDS, range(3))])
 def test_bfloat16_is_as_near_the_truth_as_transformers(kind: str, seed: int) -> None:
     """Root mean square distance to float32 on the same rounded weights: at most twice transformers', plus 0.5%."""
     fields = sizes(kind, seed)
@@ -109,21 +114,21 @@ def test_float32_weights_and_a_bfloat16_state(kind: str) -> None:
     ids = tokens(one, 9, 4)
     state = one.model.init_state(2, 16, dtype=torch.bfloat16, recurrent_dtype=torch.float64)
     kinds_found = {name.rpartition(".")[2]: value.dtype for name, value in fm.logical(state, 0).items()}
-    assert kinds_found == dict(k=torch.bfloat16, v=torch.bfloat16, window=torch.bfloat16, delta=torch.float64)
+    assert kinds_found == {"k": torch.bfloat16, "v": torch.bfloat16, "window": torch.bfloat16, "delta": torch.float64}
     out, state = together(one, state, ids)
     exact, _ = together(one, None, ids)
     assert {name.rpartition(".")[2]: value.dtype for name, value in fm.logical(state, 0).items()} == kinds_found
-    assert_close(out.logits, exact.logits, dtype=torch.bfloat16, looser=4, reason="keys and values round in every layer")
+    assert_close(out.logits, exact.logits, dtype=torch.bfloat16, looser=4, reason="every layer rounds its state")
 
 
-@pytest.mark.parametrize("kind, seed", [*itertools.product(KINDS, (0, 4))])
+@pytest.mark.parametrize(("kind", "seed"), [*itertools.product(KINDS, (0, 4))])
 def test_gradients_are_those_of_transformers(kind: str, seed: int) -> None:
     one = pair(kind, seed)
     ids = tokens(one, 17, 5, seed=seed)
     theirs = {name: torch.zeros(()) for name, _ in one.theirs.named_parameters()}
     one.theirs.requires_grad_(True)
     try:
-        loss = sum(cross_entropy(one.theirs(input_ids=torch.tensor([row])).logits[0], row) for row in ids)
+        loss = total_loss([one.theirs(input_ids=torch.tensor([row])).logits[0] for row in ids], ids)
         loss.backward()
         theirs = {name: leaf.grad for name, leaf in one.theirs.named_parameters()}
     finally:
@@ -145,7 +150,11 @@ def cross_entropy(logits: Tensor, row: list[int]) -> Tensor:
 
 def ragged_loss(one: Pair, tree: Any, ids: list[list[int]]) -> Tensor:
     out, _ = one.model.forward(tree, None, fm.Batch.from_lists(ids))
-    return sum((cross_entropy(part, row) for part, row in zip(per_row(out.logits, ids), ids, strict=True)), torch.zeros(()))
+    return total_loss(per_row(out.logits, ids), ids)
+
+
+def total_loss(logits: list[Tensor], ids: list[list[int]]) -> Tensor:
+    return torch.stack([cross_entropy(part, row) for part, row in zip(logits, ids, strict=True)]).sum()
 
 
 # Positions of images
@@ -276,7 +285,7 @@ def test_padding_and_unread_places_may_hold_nan(
     broken = replace(one, params=params.put(one.params, "embed.weight", weight))
     fed = [row[past:] for row, past in zip(ids, pasts, strict=True)]
 
-    def continued(this: Pair, spoiled: bool) -> tuple[fm.Output, fm.State]:
+    def continued(this: Pair, spoiled: bool) -> tuple[Any, fm.State]:
         state = this.model.init_state(4, 32, page_size=page_size)
         _, state = advance(this, state, [row[:past] for row, past in zip(ids, pasts, strict=True)])
         batch = fm.Batch.from_lists(fed, state)
@@ -433,7 +442,7 @@ def test_states_and_transforms() -> None:
     state = one.model.init_state(1, 8)
     before = params.map(torch.clone, state)
     batch = fm.Batch.from_lists([[1, 2]], state)
-    with pytest.raises(fm.StateError, match="made outside a function transform.*pass state=None"):
+    with pytest.raises(fm.StateError, match=r"made outside a function transform.*pass state=None"):
         torch.func.grad(lambda tree: one.model.forward(tree, state, batch)[0].logits.sum())(one.params)
     stacked = params.map(lambda leaf: leaf[None], one.params)
     with pytest.raises(fm.StateError, match="vmap; pass state=None"):
@@ -453,7 +462,7 @@ def test_a_state_made_inside_a_gradient(kind: str, checked: bool) -> None:
         logits, _ = run_schedule(
             this, one.model.init_state(2, 12, page_size=4, checked=checked), ids, [[5, 1], [1, 0], [3, 3]]
         )
-        return sum((cross_entropy(part, row) for part, row in zip(logits, ids, strict=True)), torch.zeros(()))
+        return total_loss(logits, ids)
 
     grads = torch.func.grad(loss)(one.params)
     expected = torch.func.grad(lambda tree: ragged_loss(one, tree, ids))(one.params)
@@ -532,3 +541,17 @@ def test_abstract_arguments(kind: str) -> None:
         out, after = one.model.forward(one.params, state, batch, logits="last")
     assert out.logits.shape == (2, one.config.vocab_size)
     assert after is not None and after.lengths.shape == (2,)
+
+
+@kinds
+def test_a_forward_on_the_meta_device(kind: str) -> None:
+    one = pair(kind, 0)
+    tree = params.to(one.params, device="meta")
+    state = one.model.init_state(2, 32, page_size=4, device="meta")
+    for new, keep_steps in (([[1, 2, 3], []], False), ([[4], [5]], False), ([[6], [7, 8]], True)):
+        batch = fm.Batch.from_lists(new, state)
+        out, state = one.model.forward(tree, state, batch, logits="last", keep_steps=keep_steps)
+        assert out.logits.device.type == "meta"
+        assert out.logits.shape == (2, one.config.vocab_size)
+        assert state is not None
+    assert fm.commit(state, [1, 2]).host.lengths == (5, 3)

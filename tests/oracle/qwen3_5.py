@@ -1,6 +1,6 @@
 """Tiny random Qwen3.5 models of transformers, our parameters with the same values, and what transformers remembers.
 
-Sizes are drawn so that no two of them can be mixed up unseen: key and value dims differ, head_dim is not tied to hidden.
+Sizes are drawn so that no two can be mixed up unseen: key and value dims differ, head_dim is not tied to hidden.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Pair:
     """A model of transformers and ours, with the same values."""
 
     theirs: Any
-    model: fm.Model
+    model: Any
     params: Any
 
     @property
@@ -63,7 +63,8 @@ def sizes(kind: str, seed: int) -> dict[str, Any]:
         "layer_types": layers, "tie_word_embeddings": bool(seed % 2), "max_position_embeddings": 512,
         "rms_norm_eps": draw.choice((1e-6, 1e-3)), "pad_token_id": None, **_feed_forward(kind, draw),
         "rope_parameters": {
-            "rope_type": "default", "rope_theta": draw.choice((1e2, 1e4, 1e7)), "partial_rotary_factor": rotary / head_dim,
+            "rope_type": "default", "rope_theta": draw.choice((1e2, 1e4, 1e7)),
+            "partial_rotary_factor": rotary / head_dim,
             "mrope_section": [rotary // 2 - 2 * (rotary // 6), rotary // 6, rotary // 6], "mrope_interleaved": True,
         },
     }  # fmt: skip
@@ -160,8 +161,8 @@ def _keep_choice(found: dict[int, Tensor], index: int, module: Any, inputs: Any,
 def entries(cache: Any, layer_types: Sequence[str], row: int = 0) -> dict[str, Tensor]:
     """Row `row` of a cache of transformers as `fm.logical` gives it.
 
-    Keys and values [heads, tokens, dim] become time-major; the window [channels, width] loses its oldest entry, which no
-    later token reads, and becomes time-major; delta matrices [heads, k_dim, v_dim] become value-major.
+    Keys and values [heads, tokens, dim] become time-major; the window [channels, width] becomes time-major without its
+    oldest entry, which no later token reads; delta matrices [heads, k_dim, v_dim] become value-major.
     """
     found: dict[str, Tensor] = {}
     for index, (kind, layer) in enumerate(zip(layer_types, cache.layers, strict=True)):

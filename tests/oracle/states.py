@@ -19,7 +19,7 @@ ROUNDING = "the same sums run at other row counts, in another order, layer after
 """Why results of one model may differ by more than one operation's bound."""
 
 
-def advance(pair: Any, state: State, ids: Ids, **kwargs: Any) -> tuple[fm.Output, State]:
+def advance(pair: Any, state: State, ids: Ids, **kwargs: Any) -> tuple[Any, State]:
     """A forward of one list of new tokens a row."""
     out, after = pair.model.forward(pair.params, state, fm.Batch.from_lists(ids, state), **kwargs)
     assert after is not None

@@ -182,7 +182,7 @@ class StateMachine(RuleBasedStateMachine):
         token = st.integers(0, self.one.config.vocab_size - 1)
         new = [data.draw(st.lists(token, min_size=n, max_size=n), label="new") for n in counts]
 
-        def act() -> tuple[fm.Output, fm.State]:
+        def act() -> tuple[Any, fm.State]:
             return advance(self.one, held.state, new, keep_steps=keep_steps)
 
         if self.refused(held, act, reads=True) or not self.fits(held, self.pages_for(held, counts), act):
@@ -288,9 +288,9 @@ class StateMachine(RuleBasedStateMachine):
 
         if self.refused(held, act, reads=True):
             return
-        assert held.entries is not None, "it was stale when it was made, and cannot have become right"
-        for now, then in zip(act(), held.entries, strict=True):
-            assert all(torch.equal(now[name], then[name]) for name in then)
+        # Rounding only: another continuation may have written the same tokens again, which also heals a stale state.
+        then = held.entries or [from_scratch(self.kind, tokens)[1] for tokens in held.tokens]
+        assert_close(act(), then, looser=5, reason=ROUNDING)
 
     @invariant()
     def pages_are_held_by_those_who_use_them(self) -> None:

@@ -1,0 +1,49 @@
+"""The short convolution in blocks of tokens that stay in cache through all its taps."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..ops.ragged import to_flat, to_rectangle
+from ..ops.short_conv import short_conv, window_after, with_scratch
+from ..target import EVERY
+
+BLOCK = 2**18
+"""Elements that are worked on at a time."""
+
+
+def _refuse(x, weight, window, query_start, *, max_query, uniform, keep_steps) -> str | None:
+    return "keeps no steps" if keep_steps else None
+
+
+@short_conv.kernel("torch_blocked", targets=EVERY, refuse=_refuse)
+def _blocked(x, weight, window, query_start, *, max_query, uniform, keep_steps):
+    new = to_rectangle(x, query_start, max_query, uniform)
+    rows, _, channels = new.shape
+    past = weight.shape[1] - 1
+    before = new.new_zeros(rows, past, channels) if window is None else window[:rows].to(x.dtype)
+    step = max(past, BLOCK // max(rows * channels, 1))
+    taps = weight.float().T.contiguous().unbind()
+    blocks = [_convolved(torch.cat((before, new[:, :step]), 1), taps)]
+    blocks += [_convolved(new[:, at - past : at + step], taps) for at in range(step, max_query, step)]
+    y = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
+    y = to_flat(y, query_start, x.shape[0], uniform)
+    if window is None:
+        return y, None, None
+    if uniform:
+        last = torch.cat((before, new[:, -past:]), 1)[:, -past:]
+        return y, torch.cat((last.to(window.dtype), window[rows:])), None
+    after = window_after(with_scratch(torch.cat((before, new), 1)), query_start.diff(), past)
+    return y, after.to(window.dtype), None
+
+
+def _convolved(inputs: Tensor, taps: tuple[Tensor, ...]) -> Tensor:
+    """inputs [rows past+tokens channels], taps [width] of [channels]."""
+    wide = inputs.float()
+    tokens = wide.shape[1] - len(taps) + 1
+    y = wide[:, :tokens] * taps[0]
+    for at, tap in enumerate(taps[1:], 1):
+        y = torch.addcmul(y, wide[:, at : at + tokens], tap)
+    return F.silu(y).to(inputs.dtype)

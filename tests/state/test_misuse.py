@@ -1,0 +1,334 @@
+"""States and batches used wrongly: every misuse raises, and says what was given, what was expected, and what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import funcmodels as fm
+import params
+from tests.oracle.qwen3_5 import Pair, pair, tokens
+from tests.oracle.states import advance, assert_rows_close, per_row
+from tests.tolerances import assert_close
+
+
+@pytest.fixture
+def one() -> Pair:
+    return pair("dense", 0)
+
+
+@pytest.fixture
+def state(one: Pair) -> fm.State:
+    return advance(one, one.model.init_state(2, 12, page_size=4, pages=9, checked=True), tokens(one, 6, 3))[1]
+
+
+@pytest.fixture
+def pending(one: Pair, state: fm.State) -> fm.State:
+    return advance(one, state, [[1, 2, 3], [4]], keep_steps=True)[1]
+
+
+# Batches
+
+
+@pytest.mark.parametrize(
+    ("lists", "error", "message"),
+    [
+        ([[1, 2], [3, -1]], ValueError, "row 1, token 1: id -1 is out of range; ids must be in 0..{last}"),
+        ([[1], [10_000]], ValueError, "row 1, token 0: id 10000 is out of range; ids must be in 0..{last}"),
+        ([[1]], fm.StateError, "the batch has 1 rows, the state has 2; give one list a row ([] idles)"),
+        ([[1], [2], []], fm.StateError, "the batch has 3 rows, the state has 2"),
+        ([[], [1] * 10], ValueError, "row 1: 10 new tokens do not fit: it holds 3, and max_len is 12"),
+        ([[1] * 7, []], ValueError, "row 0: 7 new tokens do not fit: it holds 6, and max_len is 12"),
+        ([[1.5], []], TypeError, "float"),
+    ],
+)
+def test_batches_that_do_not_fit(one: Pair, state: fm.State, lists: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message.format(last=one.config.vocab_size - 1))):
+        fm.Batch.from_lists(lists, state)
+
+
+def test_batches_from_tensors(one: Pair, state: fm.State) -> None:
+    with pytest.raises(ValueError, match=re.escape("counts [1, 1] add up to 2, there are 3 tokens")):
+        fm.Batch.from_tokens(torch.tensor([1, 2, 3]), [1, 1])
+    with pytest.raises(ValueError, match="counts"):
+        fm.Batch.from_tokens(torch.tensor([1, 2, 3]), [4, -1])
+    with pytest.raises(ValueError, match="a batch of 3 tokens does not fit in 2"):
+        fm.Batch.from_tokens(torch.tensor([1, 2, 3]), [2, 1]).pad(2)
+    made = fm.Batch.from_tokens(torch.tensor([1, 2, 3]), [2, 1], state)
+    assert made == fm.Batch.from_lists([[1, 2], [3]], state)
+
+
+def test_a_vocabulary_without_a_state() -> None:
+    with pytest.raises(ValueError, match=re.escape("id 9 is out of range; ids must be in 0..8")):
+        fm.Batch.from_lists([[9]], vocab=9)
+    with pytest.raises(ValueError, match="id -1 is out of range"):
+        fm.Batch.from_lists([[-1]])
+
+
+def test_hints_of_a_batch() -> None:
+    assert (fm.Batch.from_lists([[1, 2], [3, 4]]).uniform, fm.Batch.from_lists([[1, 2], [3]]).uniform) == (True, False)
+    assert fm.Batch.from_lists([[1, 2], []]).max_query == 2
+    padded = replace(fm.Batch.from_lists([[1], [2]]), positions=torch.zeros(3, 2, dtype=torch.int64)).pad(5)
+    assert not padded.uniform and padded.rows == 2
+    assert padded.positions is not None and padded.positions.shape == (3, 5)
+    assert fm.Batch.from_lists([[1], [2]]).pad(2).uniform
+
+
+def test_room_is_checked_again_by_forward(one: Pair, state: fm.State) -> None:
+    batch = fm.Batch.from_lists([[1] * 6, []], state)
+    _, after = one.model.forward(one.params, state, batch)
+    with pytest.raises(ValueError, match="row 0: 6 new tokens do not fit: it holds 12"):
+        one.model.forward(one.params, after, batch)
+    other = one.model.init_state(3, 12)
+    with pytest.raises(fm.StateError, match="the batch has 2 rows, the state has 3"):
+        one.model.forward(one.params, other, batch)
+
+
+# Making a state
+
+
+@pytest.mark.parametrize("name", ["rows", "max_len", "page_size", "pages"])
+@pytest.mark.parametrize("value", [0, -3])
+def test_sizes_of_a_state(one: Pair, name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"init_state: {name} must be at least 1, found {value}"):
+        one.model.init_state(**({"rows": 1, "max_len": 4} | {name: value}))
+
+
+@pytest.mark.parametrize("name", ["dtype", "recurrent_dtype"])
+def test_dtypes_of_a_state(one: Pair, name: str) -> None:
+    with pytest.raises(ValueError, match=r"a state holds floating-point values, found dtype torch\.int32"):
+        one.model.init_state(1, 4, **{name: torch.int32})
+    made = fm.logical(one.model.init_state(1, 4, **{name: torch.bfloat16}), 0)
+    for path, value in made.items():
+        rounded = path.endswith("delta") == (name == "recurrent_dtype")
+        assert value.dtype == (torch.bfloat16 if rounded else torch.float32), path
+
+
+# Keeping and committing steps
+
+
+def test_steps_are_kept_for_eight_tokens_at_most(one: Pair) -> None:
+    state = one.model.init_state(1, 12)
+    with pytest.raises(ValueError, match="keep_steps=True with 9 new tokens in a row; at most 8 can be kept"):
+        advance(one, state, [[1] * 9], keep_steps=True)
+    _, pending = advance(one, state, [[1] * 8], keep_steps=True)
+    for accepted in range(9):
+        _, expected = advance(one, state, [[1] * accepted]) if accepted else (None, state)
+        assert_rows_close(fm.commit(pending, [accepted]), expected)
+
+
+def test_steps_are_not_kept_without_a_state(one: Pair) -> None:
+    with pytest.raises(fm.StateError, match="keep_steps=True needs a state to commit"):
+        one.model.forward(one.params, None, fm.Batch.from_lists([[1]]), keep_steps=True)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "message"),
+    [
+        ([4, 1], "row 0 was offered 3 tokens, 4 were accepted; give 0..3"),
+        ([1, 2], "row 1 was offered 1 tokens, 2 were accepted; give 0..1"),
+        ([0, -1], "row 1 was offered 1 tokens, -1 were accepted; give 0..1"),
+        ([1], "accepted has shape [1], expected one count a row, [2]"),
+        ([1, 1, 1], "accepted has shape [3], expected one count a row, [2]"),
+    ],
+)
+@pytest.mark.parametrize("make", [list, torch.tensor])
+def test_counts_that_cannot_be_accepted(
+    pending: fm.State, accepted: list[int], message: str, make: Callable[[list[int]], Any]
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"commit: {message}")):
+        fm.commit(pending, make(accepted))
+    fm.commit(pending, [3, 1])
+
+
+def test_a_single_number_is_not_one_count_a_row(pending: fm.State) -> None:
+    with pytest.raises(ValueError, match=re.escape("accepted has shape [], expected one count a row, [2]")):
+        fm.commit(pending, torch.tensor(1))
+
+
+def test_fractions_of_tokens_are_not_accepted(pending: fm.State) -> None:
+    with pytest.raises(TypeError, match=r"commit: accepted must be integers, found torch\.float32"):
+        fm.commit(pending, torch.tensor([1.5, 0.0]))
+
+
+def test_nothing_to_commit(state: fm.State, pending: fm.State) -> None:
+    with pytest.raises(fm.StateError, match="commit: nothing is pending"):
+        fm.commit(state, [0, 0])
+    with pytest.raises(fm.StateError, match="commit: nothing is pending"):
+        fm.commit(fm.commit(pending, [1, 1]), [1, 1])
+
+
+def test_a_pending_state_can_only_be_committed(one: Pair, pending: fm.State) -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: advance(one, pending, [[1], []]), lambda: fm.fork(pending), lambda: fm.select(pending, [0]),
+        lambda: fm.release(pending), lambda: fm.logical(pending, 0),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(fm.StateError, match=r"pending after keep_steps=True; call commit\(state, accepted\) first"):
+            call()
+
+
+def test_a_pending_state_can_be_committed_in_several_ways(one: Pair, state: fm.State, pending: fm.State) -> None:
+    fewer, more = fm.commit(pending, [1, 0]), fm.commit(pending, [3, 1])
+    assert (fewer.lengths.tolist(), more.lengths.tolist()) == ([7, 3], [9, 4])
+    assert_rows_close(fm.commit(pending, [0, 0]), state)
+    out, _ = advance(one, more, [[5], [5]])
+    plain, _ = one.model.forward(one.params, None, fm.Batch.from_lists([tokens(one, 6, 3)[0] + [1, 2, 3, 5]]))
+    assert_close(out.logits[0], plain.logits[-1], looser=5, reason="one call against three")
+
+
+# Stale states
+
+
+def test_an_overwritten_tail_is_found(one: Pair, state: fm.State) -> None:
+    _, first = advance(one, state, [[], [5, 6]])
+    _, second = advance(one, state, [[], [7]])
+    with pytest.raises(fm.StaleStateError, match=r"row 1 of this state is stale.*fork\(state\) before"):
+        advance(one, first, [[1], []])
+    with pytest.raises(fm.StaleStateError, match="row 1"):
+        fm.logical(first, 0)
+    advance(one, second, [[1], [1]])
+    advance(one, state, [[1], [1]])
+
+
+def test_a_pending_state_overwritten_before_its_commit_is_found(one: Pair, state: fm.State, pending: fm.State) -> None:
+    advance(one, state, [[8, 9], []])
+    for accepted in ([1, 1], [2, 0], [3, 1]):
+        stale = fm.commit(pending, accepted)
+        with pytest.raises(fm.StaleStateError, match="row 0"):
+            advance(one, stale, [[1], []])
+    advance(one, fm.commit(pending, [0, 1]), [[1], [2]])
+
+
+def test_rejected_drafts_overwritten_by_what_follows(one: Pair, pending: fm.State) -> None:
+    kept = fm.commit(pending, [1, 1])
+    advance(one, kept, [[9], [9]])
+    with pytest.raises(fm.StaleStateError, match="row 0"):
+        advance(one, fm.commit(pending, [2, 1]), [[1], []])
+    advance(one, fm.commit(pending, [1, 1]), [[9], [9]])
+
+
+def test_the_same_tokens_at_other_rotary_positions_are_another_continuation(one: Pair, state: fm.State) -> None:
+    batch = fm.Batch.from_lists([[5], []], state)
+    placed = [replace(batch, positions=torch.full((3, 1), at)) for at in (6, 9)]
+    _, first = one.model.forward(one.params, state, placed[0])
+    one.model.forward(one.params, state, placed[1])
+    with pytest.raises(fm.StaleStateError, match="row 0"):
+        advance(one, first, [[1], []])
+
+
+def test_a_fork_of_a_stale_state_is_stale(one: Pair, state: fm.State) -> None:
+    _, first = advance(one, state, [[5], []])
+    advance(one, state, [[6], []])
+    with pytest.raises(fm.StaleStateError, match="row 1"):
+        advance(one, fm.fork(first, [1, 0]), [[], [1]])
+
+
+def test_the_same_continuation_twice_is_not_stale(one: Pair, state: fm.State) -> None:
+    _, first = advance(one, state, [[5], [6]])
+    _, second = advance(one, state, [[5], [6]])
+    assert_rows_close(first, second)
+
+
+# Rows and pages
+
+
+def test_rows_that_do_not_exist(state: fm.State) -> None:
+    for call, least in ((fm.fork, 0), (fm.select, -1), (fm.release, 0)):
+        for row in (2, least - 1):
+            with pytest.raises(ValueError, match=rf"{call.__name__}: row {row} is not in {least}\.\.1"):
+                call(state, [row])
+        with pytest.raises(ValueError, match=f"{call.__name__}: no rows are given"):
+            call(state, [])
+    with pytest.raises(ValueError, match=r"logical: row 2 is not in 0\.\.1"):
+        fm.logical(state, 2)
+
+
+def test_a_row_selected_twice_names_fork(state: fm.State) -> None:
+    with pytest.raises(ValueError, match=r"rows \[0, 1, 0\] name a row twice.*fork\(state, rows\) copies"):
+        fm.select(state, [0, 1, 0])
+    fm.select(state, [-1, -1, 0])
+
+
+@pytest.mark.parametrize("pages", [None, 20])
+def test_forked_rows_repeat_and_part(one: Pair, pages: int | None) -> None:
+    ids = tokens(one, 9, 4)
+    _, state = advance(one, one.model.init_state(2, 16, page_size=4, pages=pages, checked=True), ids)
+    copies = fm.fork(state, [1, 0, 0])
+    assert copies.lengths.tolist() == [4, 9, 9]
+    out, after = advance(one, copies, [[1], [2, 3], [4]])
+    advance(one, state, [[5], [6]])
+    for row, (source, new) in enumerate(((1, [1]), (0, [2, 3]), (0, [4]))):
+        plain, whole = advance(one, one.model.init_state(1, 16), [ids[source] + new])
+        assert_rows_close(after, whole, [(row, 0)])
+        part = per_row(out.logits, [[1], [2, 3], [4]])[row]
+        assert_close(part, plain.logits[-len(new) :], looser=5, reason="one call against two")
+    fm.logical(after, 0)
+
+
+def test_a_shared_pool_counts_its_pages(one: Pair) -> None:
+    state = one.model.init_state(2, 16, page_size=4, pages=7)
+    pool = state.host.leases[0].pool
+    _, state = advance(one, state, tokens(one, 9, 4))
+    assert pool.free == 7 - 3 - 1
+    copies = fm.fork(state)
+    assert pool.free == 2, "only the page of row 0 that is not full is copied"
+    with pytest.raises(fm.OutOfPages, match="3 more pages are needed and 2 of 7 are free; release or drop states"):
+        advance(one, copies, [[1] * 7, [1] * 8])
+    assert pool.free == 2
+    assert_rows_close(copies, state)
+    del copies
+    assert pool.free == 3
+    state = fm.release(state, [0])
+    assert pool.free == 6
+    assert state.lengths.tolist() == [0, 4]
+    _, state = advance(one, state, [[3], [4]])
+    assert pool.free == 4
+    fm.release(state)
+    assert pool.free == 7
+
+
+def test_out_of_pages_names_the_remedy_and_leaves_the_state(one: Pair) -> None:
+    _, state = advance(one, one.model.init_state(2, 16, page_size=4, pages=2), [[1, 2, 3, 4], [5]])
+    before = params.map(torch.clone, state)
+    for call in (lambda: advance(one, state, [[6], [7]]), lambda: fm.fork(state)):
+        with pytest.raises(fm.OutOfPages, match=r"1 more pages are needed and 0 of 2.*init_state\(pages=\.\.\.\)"):
+            call()
+        assert state == before
+    advance(one, state, [[], [7]])
+
+
+def test_released_states(one: Pair, state: fm.State) -> None:
+    _, later = advance(one, state, [[1], []])
+    part = fm.release(later, [0])
+    for gone in (state, later):
+        with pytest.raises(fm.StateError, match="row 0 of this state was released; use the state that replaced it"):
+            advance(one, gone, [[1], []])
+        with pytest.raises(fm.StateError, match="released"):
+            fm.logical(gone, 1)
+    _, part = advance(one, part, [[2], [3]])
+    fm.release(part)
+    for call in (lambda: advance(one, part, [[1], []]), lambda: fm.fork(part), lambda: fm.release(part)):
+        with pytest.raises(fm.StateError, match="this state was released and cannot be used again"):
+            call()
+
+
+def test_an_owned_row_keeps_its_pages_when_released(one: Pair) -> None:
+    state = one.model.init_state(2, 8, page_size=4)
+    for _ in range(3):
+        _, state = advance(one, state, [[1] * 8, [2] * 8])
+        state = fm.release(state, [0, 1])
+        assert state.host.leases[0].pool.free == 0
+        assert all(value.numel() == 0 or not value.any() for value in fm.logical(state, 0).values())
+
+
+def test_a_donated_state(one: Pair, state: fm.State) -> None:
+    state.host.used = "donated to a captured call"
+    for call in (lambda: advance(one, state, [[1], []]), lambda: fm.select(state, [0]), lambda: fm.logical(state, 0)):
+        with pytest.raises(fm.StateError, match="this state was donated to a captured call and cannot be used again"):
+            call()

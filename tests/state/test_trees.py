@@ -1,0 +1,176 @@
+"""States, batches and parameters as values: flatten, copy, pickle, move, print."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+
+import funcmodels as fm
+import params
+from tests.oracle.qwen3_5 import KINDS, Pair, build, pair, sizes, tokens
+from tests.oracle.states import advance, assert_rows_close
+from tests.tolerances import assert_close
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def started(one: Pair, **kwargs: Any) -> fm.State:
+    state = one.model.init_state(2, 24, page_size=4, **kwargs)
+    return advance(one, state, tokens(one, 9, 2))[1]
+
+
+def trees(one: Pair) -> dict[str, Any]:
+    state = started(one, checked=True, pages=9)
+    batch = fm.Batch.from_lists([[1, 2], []], state)
+    out, pending = one.model.forward(one.params, state, batch, keep_steps=True)
+    bare, _ = one.model.forward(one.params, None, batch, logits=None)
+    return {
+        "params": one.params, "spec": one.model.param_spec(), "state": state, "pending": pending, "batch": batch,
+        "output": out, "no logits": bare,
+    }  # fmt: skip
+
+
+@kinds
+@pytest.mark.parametrize("name", ["params", "spec", "state", "pending", "batch", "output", "no logits"])
+def test_a_tree_survives_flattening_copying_and_pickling(kind: str, name: str) -> None:
+    value = trees(pair(kind, 0))[name]
+    leaves, structure = pytree.tree_flatten(value)
+    assert pytree.tree_unflatten(leaves, structure) == value
+    assert params.map(lambda leaf: leaf, value) == value
+    assert copy.deepcopy(value) == value
+    assert pickle.loads(pickle.dumps(value)) == value
+
+
+def test_paths_are_readable() -> None:
+    dense, moe = pair("dense", 0), pair("moe", 0)
+    soft = dense.config.layer_types.index("full_attention")
+    paths = dict(params.items(dense.params))
+    assert {"embed.weight", "norm.weight", f"layers.{soft}.attn.qkv.weight"} <= paths.keys()
+    assert {"layers.0.mlp.experts.down", "layers.0.mlp.router.weight"} <= dict(params.items(moe.params)).keys()
+    assert {"lengths", "page_table", f"layers.{soft}.k"} <= dict(params.items(started(dense))).keys()
+    assert all(params.at(dense.params, path) is leaf for path, leaf in paths.items())
+
+
+def test_a_tied_tensor_is_one_leaf_and_replacing_it_changes_both_uses() -> None:
+    one = pair("dense", 1)
+    assert one.config.tie_word_embeddings
+    assert not any("head" in path for path, _ in params.items(one.params))
+    batch = fm.Batch.from_lists([[3, 4]])
+    swap = params.put(one.params, "embed.weight", one.params.embed.weight.roll(1, 0))
+    rolled, _ = one.model.forward(swap, None, fm.Batch.from_lists([[4, 5]]))
+    plain, _ = one.model.forward(one.params, None, batch)
+    assert_close(rolled.logits, plain.logits.roll(1, 1))
+    grads = torch.func.grad(lambda tree: one.model.forward(tree, None, batch)[0].logits[:, 7].sum())(one.params)
+    moved = grads.embed.weight.abs().sum(-1).nonzero().flatten().tolist()
+    assert moved == [3, 4, 7], "read as embedding and as head"
+
+
+def test_a_gradient_of_one_leaf() -> None:
+    one = pair("dense", 0)
+
+    def loss(weight: torch.Tensor) -> torch.Tensor:
+        tree = params.put(one.params, "norm.weight", weight)
+        return one.model.forward(tree, None, fm.Batch.from_lists([[1, 2]]))[0].logits.sum()
+
+    whole = torch.func.grad(lambda tree: one.model.forward(tree, None, fm.Batch.from_lists([[1, 2]]))[0].logits.sum())
+    assert_close(torch.func.grad(loss)(one.params.norm.weight), whole(one.params).norm.weight)
+
+
+@kinds
+def test_a_state_moved_and_back_continues_exactly(kind: str) -> None:
+    one = pair(kind, 0)
+    state = started(one)
+    wide = params.to(state, dtype=torch.float64)
+    assert {value.dtype for value in fm.logical(wide, 0).values()} == {torch.float64}
+    assert wide.lengths.dtype == state.lengths.dtype
+    back = params.to(wide, device="cpu", dtype=torch.float32)
+    assert back == state
+    out, after = advance(one, back, [[5], [6, 7]])
+    right, expected = advance(one, state, [[5], [6, 7]])
+    assert torch.equal(out.logits, right.logits)
+    assert after == expected
+
+
+@kinds
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
+def test_a_copy_is_independent_and_holds_only_its_own_pages(kind: str, duplicate: Any) -> None:
+    one = pair(kind, 0)
+    state = started(one, pages=12, checked=True)
+    other = fm.fork(state)
+    assert state.host.leases[0].pool.free == 12 - 4 - 2
+    twin = duplicate(state)
+    pool = twin.host.leases[0].pool
+    assert pool.free == 12 - 4, "the fork was not copied, so its pages are free in the copy"
+    before = params.map(torch.clone, state)
+    out, _ = advance(one, twin, [[5, 5, 5, 5], [6]])
+    assert state == before
+    right, _ = advance(one, other, [[5, 5, 5, 5], [6]])
+    assert_close(out.logits, right.logits)
+    fm.release(twin)
+    assert pool.free == 12
+    advance(one, state, [[1], []])
+
+
+def test_states_copied_together_share_a_pool() -> None:
+    one = pair("dense", 0)
+    state = started(one, pages=12)
+    first, second = copy.deepcopy((state, fm.fork(state)))
+    pool = first.host.leases[0].pool
+    assert second.host.leases[0].pool is pool
+    assert pool.free == 12 - 4 - 2
+    del first
+    assert pool.free == 12 - 4
+
+
+def test_states_of_different_history_map_together() -> None:
+    """Host bookkeeping takes no part in the structure: a step may be compared with, or copied over, another."""
+    one = pair("dense", 0)
+    first = started(one)
+    _, second = advance(one, first, [[1], [2]])
+    total = params.map(lambda a, b: a + b, first, second)
+    assert total.lengths.tolist() == [9 + 10, 2 + 3]
+    assert pytree.tree_structure(first) == pytree.tree_structure(second)
+
+
+def test_printed_values_are_short_and_hold_no_contents() -> None:
+    one = pair("moe", 0)
+    state = started(one, pages=9)
+    batch = fm.Batch.from_lists([[1], []], state)
+    out, pending = one.model.forward(one.params, state, batch, keep_steps=True)
+    for value in (one.params, one.model.param_spec(), state, pending, batch, out):
+        assert len(repr(value)) < 300
+        assert "tensor(" not in repr(value)
+    assert repr(state).startswith("State(rows=2, lengths=[9, 2], max_len=24, page_size=4, ")
+    assert repr(pending).endswith(" kB, pending)")
+    assert repr(fm.release(state)).endswith(" kB, released)")
+
+
+@pytest.mark.parametrize("absent", ["head", "mtp"])
+def test_absent_parts_are_structure(absent: str) -> None:
+    one = build("dense", sizes("dense", 1))
+    assert getattr(one.params, absent) is None
+    assert getattr(params.map(torch.clone, one.params), absent) is None
+
+
+def test_prefix_and_three_branches() -> None:
+    """A prefix of 6 tokens, continued three times by 13: each branch equals its own run, and the prefix stays."""
+    one = pair("moe", 0)
+    prefix_ids, *rest = tokens(one, 6, 13, 13, 13)
+    fresh = one.model.init_state(1, 24, page_size=4, pages=30, checked=True)
+    _, prefix = advance(one, fresh, [prefix_ids])
+    kept = fm.logical(prefix, 0)
+    branches = [fm.fork(prefix) for _ in rest]
+    ends = []
+    for part in (slice(0, 5), slice(5, 13)):
+        ends = [advance(one, state, [ids[part]]) for state, ids in zip(branches, rest, strict=True)]
+        branches = [state for _, state in ends]
+    for branch, ids in zip(branches, rest, strict=True):
+        _, whole = advance(one, one.model.init_state(1, 24), [prefix_ids + ids])
+        assert_rows_close(branch, whole)
+    assert prefix.lengths.tolist() == [6]
+    assert all(torch.equal(value, kept[name]) for name, value in fm.logical(prefix, 0).items())

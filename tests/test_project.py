@@ -1,0 +1,99 @@
+"""The project as a whole: what imports what, what it declares, and what must not be in any file."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import funcmodels
+import lowering
+import params
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+SOURCES = {package: sorted((ROOT / package).rglob("*.py")) for package in ("funcmodels", "lowering", "params")}
+MAY_IMPORT = {"funcmodels": {"lowering", "params"}, "lowering": {"params"}, "params": set()}
+
+
+def imports(path: Path) -> set[str]:
+    """The top-level modules that a file imports, inside functions too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+    return {name.partition(".")[0] for name in found}
+
+
+@pytest.mark.parametrize("package", SOURCES)
+def test_imports_point_one_way(package: str) -> None:
+    forbidden = SOURCES.keys() - MAY_IMPORT[package] - {package}
+    for path in SOURCES[package]:
+        assert not imports(path) & forbidden, f"{path.relative_to(ROOT)} imports {imports(path) & forbidden}"
+
+
+def test_the_declared_dependencies_are_the_imported_ones() -> None:
+    (block,) = re.findall(r"^dependencies = \[\n(.*?)^\]", PROJECT, re.DOTALL | re.MULTILINE)
+    declared = set(re.findall(r'^    "([a-z_]+)', block, re.MULTILINE))
+    used = {name for paths in SOURCES.values() for path in paths for name in imports(path)}
+    used -= {*sys.stdlib_module_names, *SOURCES, "__future__", "torch_npu"}
+    assert used <= declared
+    # numpy is imported by torch and safetensors.
+    assert declared - used <= {"numpy"}
+
+
+def test_the_command_exists() -> None:
+    ((module, name),) = re.findall(r'^funcmodels = "([\w.]+):(\w+)"$', PROJECT, re.MULTILINE)
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+@pytest.mark.parametrize("package", [funcmodels, lowering, params], ids=lambda package: package.__name__)
+def test_public_names_exist_and_are_documented(package: object) -> None:
+    names: list[str] = vars(package)["__all__"]
+    assert names == sorted(names, key=lambda name: (not name.isupper(), name.islower(), name))
+    assert len(names) == len(set(names))
+    for name in names:
+        value = getattr(package, name)
+        assert isinstance(value, (dict, tuple)) or value.__doc__, f"{name} has no docstring"
+
+
+def texts() -> list[Path]:
+    """Every file of the project that a person writes."""
+    top = [ROOT / "README.md", ROOT / "pyproject.toml", ROOT / ".pre-commit-config.yaml", ROOT / ".ci" / "run"]
+    inside = [path for folder in (*SOURCES, "tests", "docs") for path in (ROOT / folder).rglob("*")]
+    return top + [path for path in inside if path.suffix in {".py", ".md", ".ipynb", ".toml"}]
+
+
+# Each word is written so that this file does not hold it.
+UNWANTED = {
+    "a path of some machine": r"(?<![\w./])/(?:work|root|opt|home|farm|tmp)/",
+    "the host of a registry": r"pypi[.]org|pythonhosted[.]org|registry[.]npmjs|deb[.]debian|download[.]pytorch",
+    "an unfinished piece": r"\bTO[D]O\b|\bFIX[M]E\b|\bXX[X]\b",
+    "a handler for everything": r"except\s+(?:Base)?Exceptio[n]\b|excep[t]\s*:",
+}
+
+
+@pytest.mark.parametrize("what", UNWANTED)
+def test_no_file_holds(what: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
+        for path in texts()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(UNWANTED[what], line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_functions_are_shipped_bare() -> None:
+    """A function with a type checker around it neither compiles nor is fast, and beartype alone binds no axes."""
+    for path in (path for paths in SOURCES.values() for path in paths):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                decorators = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
+                assert "beartype" not in decorators and "jaxtyped" not in decorators, f"{path}:{node.lineno}"
