@@ -8,8 +8,9 @@ from .generate import Event, Request, Result, generate, requests_of, serve
 from .loading import load
 from .model import Model, build
 from .output import Output
+from .rows import fork, release, select
 from .sampling import RowSampling, Sampling, sample
-from .state import State, commit, fork, logical, release, select
+from .state import State, commit, logical
 
 __all__ = [
     "Batch", "CheckpointError", "ConfigError", "Event", "Model", "OutOfPages", "Output", "Request", "Result",

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from .batch import Batch
 from .model import Model
+from .rows import release, select
 from .sampling import RowSampling, Sampling, sample
-from .state import State, release, select
+from .state import State
 from .text import TextStream, Tokenizer, special_ids
 
 FinishReason = Literal["length", "eos", "stop"]

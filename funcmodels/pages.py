@@ -38,6 +38,10 @@ class PagePool:
         """How many pages nobody holds."""
         return len(self._free)
 
+    def references(self, page: int) -> int:
+        """How many leases hold `page`."""
+        return self._references[page]
+
     def take(self, count: int) -> list[int]:
         """The `count` lowest free pages, now held once."""
         if count > len(self._free):

@@ -18,8 +18,8 @@ import torch.utils._pytree as pytree
 from jaxtyping import Int
 from torch import Tensor
 
-from lowering.host import HostLengths
-from params.tree import dotted, map, num_bytes, off_tree, size, static, tree
+from lowering.host import HostLengths, tracing
+from params.tree import dotted, num_bytes, off_tree, size, static, tree
 
 from .errors import StaleStateError, StateError
 from .pages import Lease, PagePool
@@ -47,18 +47,23 @@ Entry = Appended | Recurrent
 
 @dataclass
 class Host:
-    """What the host knows of one version of a state. `lengths` are exact, or upper bounds when `exact` is false.
+    """What the host knows of one version of a state: rows hold at least `least` and at most `lengths` tokens.
 
-    `in_table[r]` pages of row r's lease are written in the device page table. `pending` are the tokens offered to
-    `commit`. `used` says why the state can be used no more.
+    The two are equal unless accepted counts stayed on the device. `in_table[r]` pages of row r's lease are written in
+    the device page table. `pending` are the tokens offered to `commit`. `used` says why the state can be used no more.
     """
 
     lengths: tuple[int, ...]
     leases: tuple[Lease, ...]
     in_table: tuple[int, ...]
-    exact: bool = True
+    least: tuple[int, ...]
     pending: tuple[int, ...] | None = None
     used: str | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether every row's length is known."""
+        return self.least == self.lengths
 
 
 @tree
@@ -107,7 +112,7 @@ def empty(
         lengths=torch.zeros(rows, dtype=torch.int32, device=device),
         page_table=page_table(leases, each, device),
         layers=layers, pending=None, log=log, page_size=page_size, max_len=max_len, vocab=vocab,
-        host=Host((0,) * rows, leases, tuple(len(lease.pages) for lease in leases)),
+        host=Host((0,) * rows, leases, tuple(len(lease.pages) for lease in leases), least=(0,) * rows),
     )  # fmt: skip
 
 
@@ -130,7 +135,7 @@ def check_usable(state: State) -> None:
 
 def check_fresh(state: State) -> None:
     """`StaleStateError` naming the first stale row of a checked state (a host read; left out while tracing)."""
-    if state.log is None or torch._C._len_torch_dispatch_stack():
+    if state.log is None or tracing():
         return
     for row, stale in enumerate(stale_rows(state.log, state.page_table, state.lengths).tolist()):
         if stale:
@@ -140,26 +145,19 @@ def check_fresh(state: State) -> None:
             )
 
 
-def reserve(state: State, counts: Sequence[int]) -> State:
-    """Take the pages that `counts` more tokens a row may need, all or nothing; `OutOfPages` when there are too few."""
-    host = state.host
-    need = [-(-(length + count) // state.page_size) for length, count in zip(host.lengths, counts, strict=True)]
-    more = [max(0, pages - len(lease.pages)) for pages, lease in zip(need, host.leases, strict=True)]
-    if any(more):
-        pool = host.leases[0].pool
-        pages = iter(pool.take(sum(more)))
-        for lease, count in zip(host.leases, more, strict=True):
-            lease.pages += tuple(next(pages) for _ in range(count))
-    if all(pages <= known for pages, known in zip(need, host.in_table, strict=True)):
-        return state
-    table = page_table(host.leases, state.page_table.shape[1], state.lengths.device)
-    return replace(state, page_table=table, host=replace(host, in_table=tuple(len(x.pages) for x in host.leases)))
+def check_rows(call: str, state: State, rows: Sequence[int], least: int = 0) -> None:
+    """`ValueError` naming `call` when no rows are given, or one that the state does not have."""
+    if not rows:
+        raise ValueError(f"{call}: no rows are given; name at least one of 0..{state.rows - 1}")
+    for row in rows:
+        if not least <= row < state.rows:
+            raise ValueError(f"{call}: row {row} is not in {least}..{state.rows - 1}")
 
 
 def host_lengths(state: State, counts: Sequence[int]) -> HostLengths:
     """What kernels may know on the host: each row's length with its new tokens, and its pages."""
     host = state.host
-    lengths = tuple(length + count for length, count in zip(host.lengths, counts, strict=True))
+    lengths = _sum(host.lengths, counts)
     return HostLengths(tuple(counts), lengths, tuple(lease.pages for lease in host.leases), host.exact)
 
 
@@ -172,10 +170,14 @@ def grown(
     keep: bool,
 ) -> State:
     """The state after a forward: `counts` more tokens a row, pending when steps were kept."""
-    lengths = tuple(length + count for length, count in zip(state.host.lengths, host_counts, strict=True))
-    host = replace(state.host, lengths=lengths, pending=tuple(host_counts) if keep else None)
+    bounds = {"lengths": _sum(state.host.lengths, host_counts), "least": _sum(state.host.least, host_counts)}
+    host = replace(state.host, **bounds, pending=tuple(host_counts) if keep else None)
     pending = counts if keep else None
     return replace(state, lengths=state.lengths + counts, layers=layers, pending=pending, log=log, host=host)
+
+
+def _sum(counts: Sequence[int], more: Sequence[int]) -> tuple[int, ...]:
+    return tuple(count + extra for count, extra in zip(counts, more, strict=True))
 
 
 def commit(state: State, accepted: Int[Tensor, " rows"] | Sequence[int]) -> State:
@@ -206,154 +208,18 @@ def _known(values: Tensor | Sequence[int]) -> list[int] | None:
     """Values as a list where reading them costs no device sync, else None."""
     if not isinstance(values, Tensor):
         return list(values)
-    tracing = torch._C._len_torch_dispatch_stack() or torch.compiler.is_compiling()
-    return None if tracing or values.device.type != "cpu" else values.tolist()
+    return None if tracing() or values.device.type != "cpu" else values.tolist()
 
 
 def _committed(host: Host, accepted: list[int] | None) -> Host:
     offered = host.pending or ()
     if accepted is None:
-        return replace(host, pending=None, exact=False)
+        return replace(host, pending=None, least=_sum(host.least, [-most for most in offered]))
     for row, (count, most) in enumerate(zip(accepted, offered, strict=True)):
         if not 0 <= count <= most:
             raise ValueError(f"commit: row {row} was offered {most} tokens, {count} were accepted; give 0..{most}")
-    lengths = tuple(length - most + count for length, most, count in zip(host.lengths, offered, accepted, strict=True))
-    return replace(host, lengths=lengths, pending=None)
-
-
-def fork(state: State, rows: Sequence[int] | None = None) -> State:
-    """Copies of `rows` (all by default, repeats allowed) that can be continued independently of the original.
-
-    In a shared pool full pages are shared and each partly filled page is copied to a fresh one; where every row owns
-    its pages, the copies get a pool of their own.
-    """
-    check_usable(state)
-    rows = list(range(state.rows) if rows is None else rows)
-    _check_rows("fork", state, rows)
-    lengths = state.lengths.tolist()
-    pool = state.host.leases[0].pool
-    width = state.page_table.shape[1]
-    if pool.owned:
-        pool = PagePool(len(rows) * width, owned=True)
-        leases = [Lease(pool, pool.take(width)) for _ in rows]
-        used = [-(-lengths[row] // state.page_size) for row in rows]
-        copies = [
-            (old, new)
-            for row, lease, count in zip(rows, leases, used, strict=True)
-            for old, new in zip(state.host.leases[row].pages[:count], lease.pages, strict=False)
-        ]
-        moved = _map_appended(
-            state, lambda pages: _copied(pages, pages.new_zeros(pool.pages + 1, *pages.shape[1:]), copies)
-        )
-    else:
-        leases, copies = _share(state, rows, lengths)
-        moved = _map_appended(state, lambda pages: _copied(pages, pages, copies))
-    return _take_rows(moved, rows, tuple(leases), [lengths[row] for row in rows])
-
-
-def _share(state: State, rows: list[int], lengths: list[int]) -> tuple[list[Lease], list[tuple[int, int]]]:
-    pool = state.host.leases[0].pool
-    partial = [row for row in rows if lengths[row] % state.page_size]
-    fresh = iter(pool.take(len(partial)))
-    leases, copies = [], []
-    for row in rows:
-        full = lengths[row] // state.page_size
-        held = state.host.leases[row].pages
-        pool.share(held[:full])
-        pages = list(held[:full])
-        if lengths[row] % state.page_size:
-            pages.append(next(fresh))
-            copies.append((held[full], pages[-1]))
-        leases.append(Lease(pool, pages))
-    return leases, copies
-
-
-def _copied(source: Tensor, target: Tensor, copies: list[tuple[int, int]]) -> Tensor:
-    """`target` with pages copied from `source`, in place: the pages written belong to nobody yet."""
-    if copies:
-        old, new = torch.tensor(copies, device=source.device).unbind(1)
-        target[new] = source[old]
-    return target
-
-
-def select(state: State, rows: Sequence[int]) -> State:
-    """The state of distinct `rows`, in that order; -1 makes an empty row. `ValueError` for a repeat: `fork` copies."""
-    check_usable(state)
-    rows = list(rows)
-    _check_rows("select", state, rows, least=-1)
-    live = [row for row in rows if row >= 0]
-    if len(set(live)) < len(live):
-        raise ValueError(
-            f"select: rows {rows} name a row twice, and both would share its pages; fork(state, rows) copies"
-        )
-    pool = state.host.leases[0].pool
-    leases = tuple(state.host.leases[row] if row >= 0 else Lease(pool) for row in rows)
-    return _take_rows(state, rows, leases, [state.host.lengths[row] if row >= 0 else 0 for row in rows])
-
-
-def release(state: State, rows: Sequence[int] | None = None) -> State:
-    """Return pages. Without `rows` the whole state ends; with them, a state in which these rows are empty."""
-    check_usable(state)
-    host = state.host
-    if rows is None:
-        for lease in host.leases:
-            lease.end()
-        host.used = "released"
-        return state
-    _check_rows("release", state, rows)
-    gone = set(rows)
-    kept = [row if row not in gone else -1 for row in range(state.rows)]
-    leases = tuple(_released(lease) if row in gone else lease for row, lease in enumerate(host.leases))
-    lengths = [0 if row in gone else length for row, length in enumerate(host.lengths)]
-    return _take_rows(state, kept, leases, lengths)
-
-
-def _released(lease: Lease) -> Lease:
-    if lease.pool.owned:
-        return lease.move()
-    lease.end()
-    return Lease(lease.pool)
-
-
-def _check_rows(call: str, state: State, rows: Sequence[int], least: int = 0) -> None:
-    if not rows:
-        raise ValueError(f"{call}: no rows are given; name at least one of 0..{state.rows - 1}")
-    for row in rows:
-        if not least <= row < state.rows:
-            raise ValueError(f"{call}: row {row} is not in {least}..{state.rows - 1}")
-
-
-def _take_rows(state: State, rows: list[int], leases: tuple[Lease, ...], lengths: list[int]) -> State:
-    """The state with its rows picked, -1 giving an empty one."""
-    device = state.lengths.device
-    index = torch.tensor([*(max(row, 0) for row in rows), state.rows], device=device)
-    live = torch.tensor([*(row >= 0 for row in rows), True], device=device)
-
-    def pick(entry: Entry) -> Entry:
-        if isinstance(entry, Appended):
-            return entry
-        return map(lambda x: torch.where(live.reshape(-1, *(1,) * (x.ndim - 1)), x[index], 0), entry)
-
-    def pick_row(x: Tensor) -> Tensor:
-        return torch.where(live[:-1], x[index[:-1]], 0)
-
-    log = state.log if state.log is None else replace(state.log, tip=pick_row(state.log.tip))
-    return replace(
-        state,
-        lengths=pick_row(state.lengths),
-        page_table=page_table(leases, state.page_table.shape[1], device),
-        layers=tuple(pick(entry) for entry in state.layers),
-        log=log,
-        host=Host(tuple(lengths), leases, tuple(len(x.pages) for x in leases), state.host.exact),
-    )
-
-
-def _map_appended(state: State, function: Any) -> State:
-    layers = tuple(map(function, entry) if isinstance(entry, Appended) else entry for entry in state.layers)
-    log = state.log
-    if log is not None:
-        log = replace(log, token=function(log.token), prefix=function(log.prefix))
-    return replace(state, layers=layers, log=log)
+    dropped = [count - most for count, most in zip(accepted, offered, strict=True)]
+    return replace(host, pending=None, lengths=_sum(host.lengths, dropped), least=_sum(host.least, dropped))
 
 
 def logical(state: State, row: int) -> dict[str, Tensor]:
@@ -363,7 +229,7 @@ def logical(state: State, row: int) -> dict[str, Tensor]:
     pending or can no longer be used, `StaleStateError` for a checked one that is stale.
     """
     check_usable(state)
-    _check_rows("logical", state, [row])
+    check_rows("logical", state, [row])
     check_fresh(state)
     length = int(state.lengths[row])
     found: dict[str, Tensor] = {}

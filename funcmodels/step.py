@@ -18,7 +18,8 @@ from lowering.ops.ragged import row_of_token
 
 from .batch import Batch, check_room
 from .errors import StateError
-from .state import Entry, State, check_fresh, check_usable, grown, host_lengths, reserve
+from .rows import reserve
+from .state import Entry, State, check_fresh, check_usable, grown, host_lengths
 from .token_log import TokenLog, mix, written
 
 MAX_KEPT_STEPS = 8
@@ -66,7 +67,9 @@ def begin(state: State | None, batch: Batch, keep_steps: bool = False) -> Step:
         return Step(batch.query_start, offset, row, batch.max_query, batch.uniform, False)
     counts = _checked_counts(state, batch, keep_steps)
     if not (batch.counts or batch.uniform):
-        state = replace(state, host=replace(state.host, exact=False))
+        # Rows may get fewer than `counts`, down to none: lowered by as much now, `least` stays after they are added.
+        least = tuple(length - count for length, count in zip(state.host.least, counts, strict=True))
+        state = replace(state, host=replace(state.host, least=least))
     check_fresh(state)
     state = reserve(state, counts)
     new = batch.query_start.diff()

@@ -25,7 +25,7 @@ class TokenLog:
     steps: Int[Tensor, "rows kept"] | None = None
 
     def after(self, accepted: Int[Tensor, " rows"]) -> TokenLog:
-        """The log when the first `accepted` of each row's pending tokens count. Reads no slot: others may have written it."""
+        """The log when the first `accepted` of each row's pending tokens count. Reads no slots: others may own them."""
         assert self.steps is not None
         return TokenLog(self.token, self.prefix, self.steps.gather(1, accepted.long()[:, None])[:, 0])
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class HostLengths:
@@ -22,3 +24,8 @@ class HostLengths:
     def static_key(self) -> bool:
         """What a choice of kernel may depend on."""
         return self.exact
+
+
+def tracing() -> bool:
+    """Whether operators are being recorded instead of run, so that values cannot be read and nothing may be kept."""
+    return bool(torch._C._len_torch_dispatch_stack()) or torch.compiler.is_compiling()

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from params import tree
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
+
+from params import tree
 
 from . import registry
 from . import target as targets
@@ -88,6 +89,7 @@ class Op:
         return f"<op {self.name}: kernels {', '.join(self.kernels)}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the kernel chosen for this call."""
         mode = MODE.get()
         choice = self._cached(mode, _surroundings(), args, kwargs)
         if choice.kernel.eager and _records_gradients(args):

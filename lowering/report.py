@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from params import tree
-from params.spec import TensorSpec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from params import tree
+from params.spec import TensorSpec
 
 from . import target as targets
 from .policy import MODE, Policy
@@ -56,7 +58,7 @@ class Report:
             table.add_column(column, justify="right" if column == "calls" else "left")
         for row in sorted(self.rows, key=lambda row: row.op):
             reasons = "\n".join(f"{name}: {reason}" for name, reason in row.refused.items())
-            table.add_row(row.op, str(row.count), row.kernel, reasons)
+            table.add_row(row.op, str(row.count), row.kernel, escape(reasons))
         return table
 
     def __str__(self) -> str:

@@ -115,7 +115,7 @@ def test_a_wrong_call_names_function_argument_axis_and_sizes(name: str) -> None:
         assert sentence in str(caught.value)
 
 
-def run(model: fm.Model, weights: Any) -> list[Tensor]:
+def run(model: fm.Model, weights: Any) -> list[Any]:
     """A prompt, a kept window, its commit, and one more token."""
     state: Any = model.init_state(2, 16, page_size=4)
     prompt = fm.Batch.from_lists([[1, 2, 3, 4, 5], [6, 7]], state)
@@ -304,7 +304,7 @@ def test_transforms_pass_and_fail_as_plain_calls_do() -> None:
         torch.func.vmap(lambda weight: ops.rms_norm(x, weight, eps=1e-6))(weights.T)
     model = fm.build({**SIZES, "model_type": "qwen3_5_text"})
     batch = fm.Batch.from_lists([[1, 2, 3], [4, 5]])
-    gradient = torch.func.grad(lambda p: model.forward(p, None, batch)[0].logits.square().mean())(model.init_params())
+    gradient = torch.func.grad(lambda p: model.forward(p, None, batch)[0].hidden.square().mean())(model.init_params())
     assert all(leaf.isfinite().all() for leaf in params.leaves(gradient))
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from params.tree import tree
 from torch import Tensor
+
+from params.tree import tree
 
 from ..op import op
 from .ragged import to_flat, to_rectangle

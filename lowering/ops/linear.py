@@ -14,7 +14,7 @@ from ..weights import PreparedWeight
 def linear(
     x: Float[Tensor, "*lead inputs"], weight: Float[Tensor, "outputs inputs"] | PreparedWeight
 ) -> Float[Tensor, "*lead outputs"]:
-    """x @ weight.T. The weight may also be a prepared one (see `lowering.prepare`); the kernel then knows its layout."""
+    """x @ weight.T. The weight may also be a prepared one (see `lowering.prepare`), whose kernel knows its layout."""
     assert isinstance(weight, Tensor)
     return F.linear(x, weight)
 

@@ -14,8 +14,10 @@ from .mlp import swiglu
 def route_softmax(
     logits: Float[Tensor, "tokens experts"], *, top_k: int
 ) -> tuple[Float[Tensor, "tokens choices"], Int[Tensor, "tokens choices"]]:
-    """The `top_k` experts of each token and their weights: float32 softmax over all experts, renormalised over those
-    chosen, rounded to the logits' dtype (Qwen3.5-MoE)."""
+    """The `top_k` experts of each token and their weights (Qwen3.5-MoE).
+
+    Weights are a float32 softmax over all experts, renormalised over those chosen, rounded to the logits' dtype.
+    """
     weights, ids = logits.float().softmax(-1).topk(top_k, -1)
     return (weights / weights.sum(-1, keepdim=True)).to(logits.dtype), ids
 

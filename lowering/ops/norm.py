@@ -105,7 +105,7 @@ def gated_rms_norm_fp32(
 def grouped_gemma_rms_norm(
     x: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"], *, groups: int, eps: float
 ) -> Float[Tensor, "*lead dim"]:
-    """`gemma_rms_norm` with an own mean of squares for each of `groups` equal parts of the last axis (Qwen4 streams)."""
+    """`gemma_rms_norm` with an own mean of squares for each of `groups` equal parts of the axis (Qwen4 streams)."""
     unit = _normalise(x.unflatten(-1, (groups, -1)), eps)[0].flatten(-2)
     return (unit * (1 + weight.float())).to(x.dtype)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from params.tree import tree
 from torch import Tensor
+
+from params.tree import tree
 
 from ..op import op
 from .ragged import to_flat, to_rectangle
@@ -44,7 +45,7 @@ def short_conv(
     past = new.new_zeros(rows, width - 1, x.shape[1]) if window is None else window[:rows].to(x.dtype)
     inputs = torch.cat((past, new), 1)
     taps = weight.float().T.contiguous()
-    y = sum(inputs[:, tap : tap + max_query].float() * taps[tap] for tap in range(width))
+    y = torch.stack([inputs[:, tap : tap + max_query].float() * taps[tap] for tap in range(width)]).sum(0)
     y = to_flat(F.silu(y).to(x.dtype), query_start, x.shape[0], uniform)
     if window is None:
         return y, None, None

@@ -22,7 +22,9 @@ def _rectangle(q, k, v, query_start, *, max_query, uniform, scale):
     return to_flat(y.transpose(1, 2), query_start, q.shape[0], uniform)
 
 
-def _refuse_rows(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale) -> str | None:
+def _refuse_rows(
+    q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale
+) -> str | None:
     return None if host.exact else "needs exact row lengths on the host, and only an upper bound is known"
 
 

@@ -9,6 +9,8 @@ Source: the chunkwise algorithm of Gated Delta Networks (arXiv 2412.06464), sect
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,12 +21,13 @@ from ..target import EVERY
 
 CHUNK = 32
 """Tokens a chunk: the whole of one chunk's work fits in cache."""
-SMALLEST_EXPONENT = -80.0
-"""Decays below exp(-80) are taken as zero: they are below float32 rounding, and denormal numbers cost tenfold time."""
+SMALLEST = 1e-30
+"""Decays and state entries below this are taken as zero. Left alone, an entry that is never written again decays to a
+denormal number and, rounding to nearest, stays there for good; some machines take tenfold time over those."""
 
 
 def _exp(x: Tensor) -> Tensor:
-    return F.threshold(x, SMALLEST_EXPONENT, -torch.inf).exp()
+    return F.threshold(x, math.log(SMALLEST), -torch.inf).exp()
 
 
 def _refuse_step(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps) -> str | None:
@@ -42,14 +45,17 @@ def _step(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_
     keys_queries, overlap = torch.stack((k, q), 2), (k * q).sum(-1, keepdim=True)
     decay, beta, values = _exp(decay)[..., None, None], beta[..., None], v.float()
     after, out = torch.empty_like(state), torch.empty_like(values)
+    in_place = state.dtype == torch.float32
     # Row by row, so that a row's matrices stay in cache from their decay to their update.
     for row in range(v.shape[0]):
-        now = state[row].float().mul(decay[row])
+        now = F.hardshrink(state[row], SMALLEST)
+        now = torch.mul(now, decay[row], out=after[row] if in_place else None)
         read, queried = torch.bmm(keys_queries[row], now.mT).unbind(1)
         update = beta[row] * (values[row] - read)
-        torch.add(queried, update * overlap[row], out=out[row])
-        after[row] = now.addcmul_(update[..., None], k[row, :, None])
-    after[v.shape[0] :] = state[v.shape[0] :]
+        torch.addcmul(queried, update, overlap[row], out=out[row])
+        now.addcmul_(update[..., None], k[row, :, None])
+        if not in_place:
+            after[row] = now
     return out.to(v.dtype), after, None
 
 
@@ -70,19 +76,21 @@ def _chunked(q, k, v, decay, beta, state, query_start, *, max_query, uniform, ke
     outputs = []
     for at in range(0, max_query, CHUNK):
         piece = slice(at, at + CHUNK)
-        qs, ks = (_heads_first(x[:, piece].repeat_interleave(shared, 2)) for x in (q3, k3))
-        out, now = _chunk(qs, ks, *(_heads_first(x[:, piece]) for x in (v3, g, b)), now)
-        outputs.append(out)
-    out = torch.cat(outputs, 1).unflatten(0, (rows, v_heads)).transpose(1, 2)
-    out = to_flat(out, query_start, v.shape[0], uniform).to(v.dtype)
+        qs, ks = (_heads_first(x[:, piece], shared) for x in (q3, k3))
+        vs, gs, bs = (_heads_first(x[:, piece]) for x in (v3, g, b))
+        out, now = _chunk(qs, ks, vs, gs, bs, now)
+        outputs.append(out.unflatten(0, (rows, v_heads)).transpose(1, 2).to(v.dtype))
+    out = to_flat(torch.cat(outputs, 1), query_start, v.shape[0], uniform)
     if state is None:
         return out, None, None
+    now = F.hardshrink(now, SMALLEST)
     return out, torch.cat((now.view(rows, *state.shape[1:]).to(state.dtype), state[rows:])), None
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    """[rows tokens heads ...] to float32 [rows * heads tokens ...]."""
-    return x.float().transpose(1, 2).flatten(0, 1)
+def _heads_first(x: Tensor, shared: int = 1) -> Tensor:
+    """[rows tokens heads ...] to float32 [rows * heads * shared tokens ...], in one copy where heads are not shared."""
+    x = x.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+    return (x if shared == 1 else x.repeat_interleave(shared, 1)).flatten(0, 1)
 
 
 def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,11 +102,11 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, state: Tensor)
     # The diagonal is a constant 0: its gradient would cancel, but only after swamping gradients of strong decays.
     spread = _exp(torch.where(earlier, c[:, :, None] - c[:, None, :], one.log()))
     keys_queries = torch.cat((k, q), 1)
-    chained, near = (keys_queries @ k.mT).split(tokens, 1)
+    chained, near = ((keys_queries @ k.mT).unflatten(1, (2, -1)) * spread[:, None]).unbind(1)
     read, far = (keys_queries @ state.mT).split(tokens, 1)
-    b, grown = b[..., None], _exp(c)[..., None]
-    solved = torch.linalg.solve_triangular(b * chained * spread, one.expand_as(near), upper=False, unitriangular=True)
-    writes = solved @ (b * (v - grown * read))
-    out = torch.baddbmm(grown * far, near * spread, writes)
+    grown, whole = _exp(c)[..., None], _exp(c[:, -1])[:, None, None]
+    solved = torch.linalg.solve_triangular(b[..., None] * chained, one.expand_as(near), upper=False, unitriangular=True)
+    writes = (solved * b[:, None]) @ torch.addcmul(v, grown, read, value=-1)
+    out = torch.baddbmm(grown * far, near, writes)
     left = k * _exp(c[:, -1:] - c)[..., None]
-    return out, torch.baddbmm(_exp(c[:, -1])[:, None, None] * state, writes.mT, left)
+    return out, torch.addcmul(writes.mT @ left, whole, state)

@@ -6,8 +6,9 @@ A plain row-major weight is re-blocked by oneDNN inside every product; packed, d
 from __future__ import annotations
 
 import torch
-from params.tree import static, tree
 from torch import Tensor
+
+from params.tree import static, tree
 
 from ..ops.linear import linear
 from ..weights import PreparedWeight
@@ -40,7 +41,7 @@ def _pack(weight: Tensor) -> PackedWeight | None:
     if smallest is None or weight.numel() < smallest or (weight.dtype == torch.bfloat16 and not _has_bf16()):
         return None
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
-    return PackedWeight(packed, tuple(weight.shape), weight.dtype)
+    return PackedWeight(packed, (weight.shape[0], weight.shape[1]), weight.dtype)
 
 
 def _has_bf16() -> bool:

@@ -45,5 +45,5 @@ def _convolved(inputs: Tensor, taps: tuple[Tensor, ...]) -> Tensor:
     tokens = wide.shape[1] - len(taps) + 1
     y = wide[:, :tokens] * taps[0]
     for at, tap in enumerate(taps[1:], 1):
-        y = torch.addcmul(y, wide[:, at : at + tokens], tap)
+        y.addcmul_(wide[:, at : at + tokens], tap)
     return F.silu(y).to(inputs.dtype)

@@ -2,7 +2,7 @@
 
     python -m tests.bench.bench_kernels [--threads N] [--rounds N] [--dtype bf16] [OP ...]
 
-Prints a line a case: microseconds of the reference, then of each kernel with its ratio to the reference, or its refusal.
+Prints a line a case: microseconds of the reference, then of each kernel with its ratio to it, or its refusal.
 """
 
 from __future__ import annotations

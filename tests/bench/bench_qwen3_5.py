@@ -55,14 +55,19 @@ class Pair:
     def make(layers: int, dtype: torch.dtype) -> Pair:
         """Random weights of transformers' own initialisation."""
         torch.manual_seed(0)
-        theirs = Qwen3_5ForCausalLM(config(layers)).to(dtype).eval()
+        theirs: Any = Qwen3_5ForCausalLM(config(layers))
+        theirs = theirs.to(dtype).eval()
         model = fm.build(theirs.config.to_dict())
         params = checkpoints.from_checkpoint(dict(theirs.state_dict()), model.param_spec(), model.family.names)
         return Pair(theirs, model, params, lowering.prepare(params))
 
     def linear_weights(self) -> list[Tensor]:
         """Every projection that a token passes, the head among them."""
-        weights = [leaf for path, leaf in tree.items(self.params) if leaf.ndim == 2 and "embed" not in path and "conv" not in path]
+        weights = [
+            leaf
+            for path, leaf in tree.items(self.params)
+            if leaf.ndim == 2 and "embed" not in path and "conv" not in path
+        ]
         return weights if self.params.head is not None else [*weights, self.params.embed.weight]
 
 
@@ -130,6 +135,7 @@ class Decoding:
         """A step of ours."""
         batch = fm.Batch.from_tokens(self.token.flatten(), [1] * self.token.shape[0], self.state)
         out, self.state = self.pair.model.forward(self.params, self.state, batch, logits="last")
+        assert out.logits is not None
         self.token = out.logits.argmax(-1)
 
 
@@ -157,7 +163,8 @@ def run(name: str, layers: int, quick: bool) -> None:
     pair = Pair.make(layers, dtype)
     count = sum(weight.numel() for weight in pair.linear_weights())
     bandwidth, rate = read_bandwidth(rounds), product_rate(dtype, rounds)
-    print(f"{name}: {layers} layers, {count / 1e6:.0f} M in linears; read {bandwidth / 1e9:.1f} GB/s, products {rate / 1e9:.0f} G/s")
+    machine = f"read {bandwidth / 1e9:.1f} GB/s, products {rate / 1e9:.0f} G/s"
+    print(f"{name}: {layers} layers, {count / 1e6:.0f} M in linears; {machine}", flush=True)
     for tokens in (512,) if quick else (512, 4096):
         work = 2 * tokens * (count - pair.linear_weights()[-1].numel())
         report(f"{name} prefill {tokens}", prefill(pair, tokens, dtype, rounds), work / rate, "products")

@@ -67,7 +67,9 @@ def test_a_kernel_asked_for_by_name_runs_or_raises(doubled: Op) -> None:
     """Never another in its place; the error gives the reason, the call and what else there is."""
     with lowering.use(test_doubled="small"), lowering.record() as report:
         doubled(torch.zeros(2))
-        with pytest.raises(LoweringError, match=r"(?s)'small' was asked for.*at most 4 rows; this call has 5.*x=f32\[5\].*torch"):
+        with pytest.raises(
+            LoweringError, match=r"(?s)'small' was asked for.*at most 4 rows; this call has 5.*x=f32\[5\].*torch"
+        ):
             doubled(torch.zeros(5))
     with lowering.use(test_doubled="ascend"), pytest.raises(LoweringError, match="serves ascend950; target is cpu"):
         doubled(torch.zeros(2))
@@ -80,7 +82,7 @@ def test_strict_leaves_the_reference_out(doubled: Op) -> None:
     """Unless it is asked for by name."""
     with lowering.use(strict=True):
         doubled(torch.zeros(2))
-        with pytest.raises(LoweringError, match="(?s)at most 4 rows.*strict=True leaves the Torch reference out"):
+        with pytest.raises(LoweringError, match=r"(?s)at most 4 rows.*strict=True leaves the Torch reference out"):
             doubled(torch.zeros(5))
         with lowering.use(test_doubled=REFERENCE):
             doubled(torch.zeros(5))
@@ -102,13 +104,22 @@ def test_policies_nest_and_end(doubled: Op) -> None:
 
 def test_unknown_names_give_the_nearest(doubled: Op) -> None:
     """Ops, kernels and targets."""
-    with pytest.raises(LoweringError, match="unknown op 'rms_nrom'; did you mean 'rms_norm'"), lowering.use(rms_nrom="torch"):
+    with (
+        pytest.raises(LoweringError, match="unknown op 'rms_nrom'; did you mean 'rms_norm'"),
+        lowering.use(rms_nrom="torch"),
+    ):
         pass
-    with pytest.raises(LoweringError, match="no kernel 'smal'; there are: small, ascend, torch"), lowering.use(test_doubled="smal"):
+    with (
+        pytest.raises(LoweringError, match="no kernel 'smal'; there are: small, ascend, torch"),
+        lowering.use(test_doubled="smal"),
+    ):
         pass
-    with pytest.raises(LoweringError, match="unknown target 'ascend95'; did you mean 'ascend950'"), lowering.use(target="ascend95"):
+    with (
+        pytest.raises(LoweringError, match="unknown target 'ascend95'; did you mean 'ascend950'"),
+        lowering.use(target="ascend95"),
+    ):
         pass
-    with pytest.raises(LoweringError, match="known ops: .*rms_norm"):
+    with pytest.raises(LoweringError, match=r"known ops: .*rms_norm"):
         lowering.find("?")
 
 
@@ -134,7 +145,7 @@ def test_registration_mistakes_raise_at_once(doubled: Op) -> None:
     """Another signature, the same name twice, an op twice."""
     with pytest.raises(LoweringError, match=r"kernel 'bad' takes \(x, \*, scale.*the op takes"):
         doubled.kernel("bad", targets=("cpu",))(lambda x, *, scale=1: x)
-    with pytest.raises(LoweringError, match="kernel 'small' is registered twice"):
+    with pytest.raises(LoweringError, match=r"kernel 'small' is registered twice"):
         doubled.kernel("small", targets=("cpu",))(lambda x, *, times=2: x)
     with pytest.raises(LoweringError, match="op 'swiglu' is registered twice"):
         Op(ops.swiglu.body)
@@ -274,7 +285,8 @@ def test_the_environment_sets_the_policy(given: str, expected: dict[str, str], m
 
 
 @pytest.mark.parametrize(
-    ("given", "shown"), [("attention=torch", "torch"), ("atention=torch", "unknown op 'atention'; did you mean 'attention'")]
+    ("given", "shown"),
+    [("attention=torch", "torch"), ("atention=torch", "unknown op 'atention'; did you mean 'attention'")],
 )
 def test_a_process_takes_its_policy_from_the_environment(given: str, shown: str) -> None:
     """A mistake in it is an error at import, not a silent default."""
@@ -293,7 +305,10 @@ def test_prepared_weights_choose_their_kernel() -> None:
     assert ops.linear.explain(args[0], packed).kernel.name == "onednn_packed"
     choice = ops.linear.explain(*args, **kwargs)
     assert choice.kernel.name == REFERENCE and "lowering.prepare(params)" in choice.refused["onednn_packed"]
-    with pytest.raises(LoweringError, match="x is torch.float64 and the weight was packed as torch.float32"), lowering.use(linear="onednn_packed"):
+    with (
+        pytest.raises(LoweringError, match=r"x is torch.float64 and the weight was packed as torch.float32"),
+        lowering.use(linear="onednn_packed"),
+    ):
         ops.linear(args[0].double(), packed)
 
 

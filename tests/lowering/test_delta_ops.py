@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from tests.cases import ROWS, VERIFY, Draw, Rows, delta
 from tests.tolerances import assert_close
 
 
-def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One row, float64: q, k [tokens k_heads k_dim], v [tokens v_heads v_dim], state [v_heads v_dim k_dim]."""
+def recurrence(tokens: Sequence[Tensor], part: slice, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One row in float64, from a part of q, k, v, decay and beta [tokens heads ...], and a state [v_heads v_dim k_dim]."""
+    q, k, v, decay, beta = (x[part] for x in tokens)
     shared = v.shape[1] // k.shape[1]
     outputs: list[list[Tensor]] = []
     heads = list(state.double())
@@ -35,19 +37,23 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, sta
 
 def by_rows(rows: Rows, args: Any) -> tuple[Tensor, Tensor]:
     """The recurrence over every row: outputs (zeros for padding), and the state with its scratch slot untouched."""
-    q, k, v, decay, beta, state, start = args
+    _, k, v, _, _, state, start = args
     out, slots = torch.zeros(v.shape, dtype=torch.float64), []
     for row in range(len(rows.counts)):
         part = slice(int(start[row]), int(start[row + 1]))
         before = torch.zeros(v.shape[1], v.shape[2], k.shape[2]) if state is None else state[row]
-        out[part], after = recurrence(q[part], k[part], v[part], decay[part], beta[part], before)
+        out[part], after = recurrence(args[:5], part, before)
         slots.append(after)
     return out, torch.stack(slots)
 
 
 def kernels_for(args: Any, kwargs: Any) -> list[str]:
     """Names of the kernels that take this call, the reference among them."""
-    return [n for n, kernel in gated_delta_rule.kernels.items() if kernel.refuse is None or kernel.refuse(*args, **kwargs) is None]
+    return [
+        n
+        for n, kernel in gated_delta_rule.kernels.items()
+        if kernel.refuse is None or kernel.refuse(*args, **kwargs) is None
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
@@ -84,12 +90,14 @@ def gates(kind: str, tokens: int, heads: int) -> Tensor:
     return torch.full((tokens, heads), float(kind))
 
 
-@pytest.mark.parametrize("kind", ["-2.5", "-3", "-5", "-20", "-80", "-1000", "zero", "mixed"])
+@pytest.mark.parametrize("kind", ["-2.5", "-3", "-5", "-20", "-68", "-80", "-1000", "zero", "mixed"])
 @pytest.mark.parametrize("keys", ["random", "nearly_equal"])
 def test_extreme_gates_stay_finite_forward_and_backward(kind: str, keys: str) -> None:
     """Chunk sums of log decays reach -320 and far beyond; exp of the positive difference would overflow."""
     rows = Rows("long", (150,), (0,))
-    (q, k, v, decay, beta, state, start), kwargs = delta(rows, 1, 2, 8, 6, state=True, keep_steps=False)(Draw(torch.float32, 2))
+    (q, k, v, decay, beta, state, start), kwargs = delta(rows, 1, 2, 8, 6, state=True, keep_steps=False)(
+        Draw(torch.float32, 2)
+    )
     decay = gates(kind, *decay.shape)
     if keys == "nearly_equal":
         k, beta = F.normalize(k[:1] + 1e-3 * k, dim=-1), torch.full_like(beta, 0.999)
@@ -119,9 +127,11 @@ def gradients(function: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss, leaves)
 
 
-def by_rows_differentiably(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def by_rows_differentiably(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
     """One row in float64."""
-    out, after = recurrence(q, k, v, decay, beta, state[0])
+    out, after = recurrence((q, k, v, decay, beta), slice(None), state[0])
     return out, after[None]
 
 
@@ -133,7 +143,7 @@ def test_gradients_of_every_kernel(past: int) -> None:
     *inputs, start = args
 
     def reference(*xs: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [recurrence(*(x[:11] for x in xs[:5]), xs[5][0]), recurrence(*(x[11:14] for x in xs[:5]), xs[5][2])]
+        parts = [recurrence(xs[:5], slice(0, 11), xs[5][0]), recurrence(xs[:5], slice(11, 14), xs[5][2])]
         return torch.cat([*(out for out, _ in parts), xs[2][14:].double() * 0]), parts[0][1][None]
 
     wanted = gradients(reference, tuple(inputs))
@@ -158,7 +168,7 @@ def test_a_trail_stands_after_any_token(accepted: tuple[int, ...], recurrent: to
     assert found.dtype == recurrent and torch.equal(found[-1], before[-1])
     for row, count in enumerate(accepted):
         part = slice(4 * row, 4 * row + count)
-        _, after = recurrence(*(x[part] for x in args[:5]), before[row])
+        _, after = recurrence(args[:5], part, before[row])
         assert_close(found[row], after, length=130, dtype=recurrent)
 
 
@@ -169,7 +179,7 @@ def test_a_trail_of_ragged_rows() -> None:
     _, _, trail = gated_delta_rule(*args, **kwargs)
     found = trail.at(torch.tensor([2, 0, 1], dtype=torch.int32))
     for row, part in enumerate((slice(0, 2), slice(3, 3), slice(3, 4))):
-        assert_close(found[row], recurrence(*(x[part] for x in args[:5]), args[5][row])[1], dtype=torch.float32, length=130)
+        assert_close(found[row], recurrence(args[:5], part, args[5][row])[1], dtype=torch.float32, length=130)
 
 
 def test_nothing_reads_padding() -> None:
@@ -210,3 +220,30 @@ def test_l2_norm(dtype: torch.dtype) -> None:
     assert_close(ops.l2_norm(x, scale=0.25), wanted.to(dtype))
     tiny = torch.full((1, 4), 1e-4)
     assert_close(ops.l2_norm(tiny), tiny.double() / (4e-8 + 1e-6) ** 0.5, dtype=torch.float32)
+
+
+def test_a_decayed_state_keeps_no_denormal_numbers() -> None:
+    """Without writes it fades to exact zeros; rounding to nearest would hold the smallest denormals for good."""
+    rows = Rows("decode", (1, 1), (3, 3))
+    (q, k, v, decay, beta, state, start), kwargs = delta(rows, 2, 4, 8, 6, state=True, keep_steps=False)(
+        Draw(torch.float32)
+    )
+    stuck = state.clone()
+    for _ in range(400):
+        with lowering.use(gated_delta_rule="torch_step"):
+            _, state, _ = gated_delta_rule(q, k, v, decay * 0 - 0.4, beta * 0, state, start, **kwargs)
+        stuck = stuck * torch.tensor(-0.4).exp()
+        assert not denormals(state[:-1])
+    assert not state[:-1].any() and denormals(stuck)
+    (q, k, v, decay, beta, state, start), kwargs = delta(ROWS[-1], 2, 4, 8, 6, state=True, keep_steps=False)(
+        Draw(torch.float32)
+    )
+    for total in (-80, -90, -100, -300):
+        with lowering.use(gated_delta_rule="torch_chunked"):
+            _, after, _ = gated_delta_rule(q, k, v, decay * 0 + total / 130, beta * 0, state, start, **kwargs)
+        assert not denormals(after[:-1])
+
+
+def denormals(x: Tensor) -> int:
+    """How many values are below the smallest normal number and not zero."""
+    return int(((x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)).sum())

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import lowering
-from lowering import OPS, LoweringError
+from lowering import OPS, LoweringError, Policy
 from lowering.op import REFERENCE, Kernel
 from lowering.target import TARGETS, of_device
-from tests.cases import CASES, Case
+from tests.cases import CASES, Case, live
 from tests.tolerances import assert_close
 
 KERNELS = [kernel for op in OPS.values() for kernel in op.kernels.values() if kernel.name != REFERENCE]
@@ -42,7 +42,7 @@ def test_a_kernel_equals_the_reference(case: Case, kernel: Kernel, dtype: torch.
         print(f"{case}: {kernel.name} leaves this weight plain")
         return
     reason = kernel.refuse(*args, **kwargs) if kernel.refuse else None
-    with lowering.use(**{case.op: kernel.name}):
+    with lowering.use(Policy({case.op: kernel.name})):
         if reason is not None:
             print(f"{case}: {kernel.name}: {reason}")
             with pytest.raises(LoweringError) as error:
@@ -51,7 +51,7 @@ def test_a_kernel_equals_the_reference(case: Case, kernel: Kernel, dtype: torch.
             return
         actual = op(*args, **kwargs)
     plain, kwargs = case.arguments(dtype)
-    assert_close(actual, op.body(*plain, **kwargs), length=case.length)
+    assert_close(live(case.op, actual), live(case.op, op.body(*plain, **kwargs)), length=case.length)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)

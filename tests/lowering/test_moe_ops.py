@@ -38,7 +38,11 @@ def test_experts(kernel: str, dtype: torch.dtype) -> None:
     """Each token visits its own experts; an expert that nobody chose may hold NaN, one that overflows stays apart."""
     draw = Draw(dtype)
     tokens, hidden, inner, count = 7, 10, 6, 5
-    x, weights, ids = draw.normal(tokens, hidden), draw.uniform(0.1, 1, tokens, 2).to(dtype), draw.distinct(4, tokens, 2)
+    x, weights, ids = (
+        draw.normal(tokens, hidden),
+        draw.uniform(0.1, 1, tokens, 2).to(dtype),
+        draw.distinct(4, tokens, 2),
+    )
     gate_up, down = draw.normal(count, 2 * inner, hidden) / 3, draw.normal(count, hidden, inner) / 3
     expected = torch.zeros(tokens, hidden, dtype=torch.float64)
     for token in range(tokens):

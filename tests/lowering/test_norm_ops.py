@@ -115,7 +115,9 @@ def test_the_conventions_differ_in_bfloat16() -> None:
     draw = Draw(torch.bfloat16)
     x, gate, weight = draw.normal(64, 64), draw.normal(64, 64), draw.normal(64)
     kwargs: Any = {"eps": EPS, "activation": "silu"}
-    assert not torch.equal(ops.gated_rms_norm(x, gate, weight, **kwargs), ops.gated_rms_norm_fp32(x, gate, weight, **kwargs))
+    assert not torch.equal(
+        ops.gated_rms_norm(x, gate, weight, **kwargs), ops.gated_rms_norm_fp32(x, gate, weight, **kwargs)
+    )
     once = (unit(x) * weight.double()).bfloat16()
     assert not torch.equal(ops.rms_norm(x, weight, eps=EPS), once)
 

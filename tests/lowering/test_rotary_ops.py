@@ -23,7 +23,11 @@ def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     """x [tokens heads dim] with its first channels turned as complex numbers by angles [tokens half]."""
     half = angles.shape[-1]
     wide = x.double()
-    real, imaginary = (wide[..., 0 : 2 * half : 2], wide[..., 1 : 2 * half : 2]) if interleaved else (wide[..., :half], wide[..., half : 2 * half])
+    real, imaginary = (
+        (wide[..., 0 : 2 * half : 2], wide[..., 1 : 2 * half : 2])
+        if interleaved
+        else (wide[..., :half], wide[..., half : 2 * half])
+    )
     pairs = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)[:, None]
     first = torch.view_as_real(pairs).flatten(-2) if interleaved else torch.cat((pairs.real, pairs.imag), -1)
     return torch.cat((first, wide[..., 2 * half :]), -1)
@@ -88,7 +92,9 @@ def test_mrope_interleaves_the_axes() -> None:
     at = torch.tensor([[3], [50], [700]], dtype=torch.int32)
     sections = (4, 3, 2)
     cos, sin = ops.mrope_angles(at, rotary_dim=18, theta=1e4, sections=sections)
-    axes = [1 if i % 3 == 1 and i < 3 * sections[1] else 2 if i % 3 == 2 and i < 3 * sections[2] else 0 for i in range(9)]
+    axes = [
+        1 if i % 3 == 1 and i < 3 * sections[1] else 2 if i % 3 == 2 and i < 3 * sections[2] else 0 for i in range(9)
+    ]
     assert set(axes) == {0, 1, 2} and axes[8] == 0
     angles = (at[axes, 0].double() * frequencies(18, 1e4))[None]
     reason = "an angle of 700 rounds to 3e-5 radians in float32"

@@ -42,7 +42,7 @@ for case in CASES:
         for kernel in OPS[case.op].kernels.values():
             args, kwargs = case.arguments(dtype)
             if kernel.refuse is None or kernel.refuse(*args, **kwargs) is None:
-                with lowering.use(**{case.op: kernel.name}):
+                with lowering.use(Policy({case.op: kernel.name})):
                     OPS[case.op](*args, **kwargs)
 x, w = torch.randn(2, 3, 8), torch.randn(2, 8)
 torch.func.vmap(lambda x, w: ops.rms_norm(x, w, eps=1e-6))(x, w)

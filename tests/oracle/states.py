@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +20,13 @@ Ids = Sequence[Sequence[int]]
 
 ROUNDING = "the same sums run at other row counts, in another order, layer after layer"
 """Why results of one model may differ by more than one operation's bound."""
+
+
+def refuses(error: type[Exception], message: str) -> Any:
+    """Expects `error` for a value of the wrong type; where shapes are checked, the check's `TypeError` comes first."""
+    if os.environ.get("FUNCMODELS_HOOK") == "1":
+        return pytest.raises((error, TypeError))
+    return pytest.raises(error, match=re.escape(message))
 
 
 def advance(pair: Any, state: State, ids: Ids, **kwargs: Any) -> tuple[Any, State]:

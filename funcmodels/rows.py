@@ -1,0 +1,214 @@
+"""Rows and their pages: `reserve` before a forward, `fork`, `select` and `release` between forwards.
+
+These run on the host, between device programs; their tensor parts have fixed shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lowering.host import tracing
+from params.tree import map
+
+from .pages import Lease, PagePool
+from .state import Appended, Entry, Host, State, check_rows, check_usable, page_table
+
+Copies = list[tuple[int, int]]
+"""Pairs of page ids: from, to."""
+
+
+def reserve(state: State, counts: Sequence[int]) -> State:
+    """Take the pages that `counts` more tokens a row may need, all or nothing; `OutOfPages` when there are too few.
+
+    A page that another lease shares (a fork's) is never written: the row first gets a copy of it. While tracing
+    nothing is taken: a trace reads the page table, and what runs it reserves before.
+    """
+    if tracing():
+        return state
+    host = state.host
+    need = [-(-(length + count) // state.page_size) for length, count in zip(host.lengths, counts, strict=True)]
+    more = [max(0, pages - len(lease.pages)) for pages, lease in zip(need, host.leases, strict=True)]
+    kept = [_private(state, row, count) for row, count in enumerate(counts)]
+    split = [row for row, pages in enumerate(kept) if pages is not None]
+    if split or any(more):
+        state = _grown(state, kept, need, more)
+    elif all(pages <= known for pages, known in zip(need, host.in_table, strict=True)):
+        return state
+    leases = state.host.leases
+    table = page_table(leases, state.page_table.shape[1], state.lengths.device)
+    return replace(state, page_table=table, host=replace(state.host, in_table=tuple(len(x.pages) for x in leases)))
+
+
+def _private(state: State, row: int, count: int) -> int | None:
+    """How many pages row `row` can keep when `count` tokens are written, None when all; later ones are shared."""
+    first = max(state.host.least[row], 0) // state.page_size
+    lease = state.host.leases[row]
+    shared = count and any(lease.pool.references(page) > 1 for page in lease.pages[first:])
+    return first if shared else None
+
+
+def _grown(state: State, kept: Sequence[int | None], need: Sequence[int], more: Sequence[int]) -> State:
+    """The state with pages taken: leases that only grow do so in place, one that has to split becomes another."""
+    host = state.host
+    pool = host.leases[0].pool
+    counts = [extra if first is None else pages - first for first, pages, extra in zip(kept, need, more, strict=True)]
+    taken = pool.take(sum(counts))
+    leases, copies = list(host.leases), []
+    for row, (first, count) in enumerate(zip(kept, counts, strict=True)):
+        fresh, taken = taken[:count], taken[count:]
+        if first is None:
+            leases[row].pages += tuple(fresh)
+            continue
+        held = leases[row].pages
+        pool.share(held[:first])
+        leases[row] = Lease(pool, (*held[:first], *fresh))
+        filled = -(-host.lengths[row] // state.page_size)
+        copies += zip(held[first:filled], fresh, strict=False)
+    if copies:
+        state = _map_appended(state, lambda pages: _copied(pages, pages, copies))
+    return replace(state, host=replace(host, leases=tuple(leases)))
+
+
+def fork(state: State, rows: Sequence[int] | None = None) -> State:
+    """Copies of `rows` (all by default, repeats allowed) that can be continued independently of the original.
+
+    In a shared pool full pages are shared and each partly filled page is copied to a fresh one; where every row owns
+    its pages, the copies get a pool of their own. Reads the rows' lengths from the device.
+    """
+    check_usable(state)
+    rows = list(range(state.rows) if rows is None else rows)
+    check_rows("fork", state, rows)
+    held = state.lengths.tolist()
+    lengths = [held[row] for row in rows]
+    if state.host.leases[0].pool.owned:
+        moved, leases = _moved(state, rows, lengths)
+    else:
+        moved, leases = _shared(state, rows, lengths)
+    return _take_rows(moved, rows, leases, lengths, least=lengths)
+
+
+def _moved(state: State, rows: Sequence[int], lengths: Sequence[int]) -> tuple[State, tuple[Lease, ...]]:
+    """Rows (-1: none) copied to a new pool in which each owns its pages."""
+    width = state.page_table.shape[1]
+    pool = PagePool(len(rows) * width, owned=True)
+    leases = tuple(Lease(pool, pool.take(width)) for _ in rows)
+    copies = [
+        pair
+        for row, lease, length in zip(rows, leases, lengths, strict=True)
+        for pair in zip(state.host.leases[row].pages[: -(-length // state.page_size)], lease.pages, strict=False)
+    ]
+    empty = (pool.pages + 1, state.page_size)
+    return _map_appended(state, lambda old: _copied(old, old.new_zeros(*empty, *old.shape[2:]), copies)), leases
+
+
+def _shared(state: State, rows: Sequence[int], lengths: Sequence[int]) -> tuple[State, tuple[Lease, ...]]:
+    """Rows whose full pages are shared with the original, and whose last, partly filled page is a copy."""
+    pool = state.host.leases[0].pool
+    partial = [length % state.page_size > 0 for length in lengths]
+    fresh = iter(pool.take(sum(partial)))
+    leases, copies = [], []
+    for row, length, part in zip(rows, lengths, partial, strict=True):
+        full = length // state.page_size
+        held = state.host.leases[row].pages
+        pool.share(held[:full])
+        own = [next(fresh)] if part else []
+        copies += [(held[full], page) for page in own]
+        leases.append(Lease(pool, (*held[:full], *own)))
+    return _map_appended(state, lambda pages: _copied(pages, pages, copies)), tuple(leases)
+
+
+def _copied(source: Tensor, target: Tensor, copies: Copies) -> Tensor:
+    """`target` with pages copied from `source`, in place: the pages written belong to nobody yet."""
+    if copies:
+        old, new = torch.tensor(copies, device=source.device).unbind(1)
+        target[new] = source[old]
+    return target
+
+
+def select(state: State, rows: Sequence[int]) -> State:
+    """The state of distinct `rows`, in that order; -1 makes an empty row. `ValueError` for a repeat: `fork` copies.
+
+    Where every row owns its pages and too few are free for the empty rows, all rows are copied to a larger pool.
+    """
+    check_usable(state)
+    rows = list(rows)
+    check_rows("select", state, rows, least=-1)
+    live = [row for row in rows if row >= 0]
+    if len(set(live)) < len(live):
+        raise ValueError(
+            f"select: rows {rows} name a row twice, and both would share its pages; fork(state, rows) copies"
+        )
+    host = state.host
+    lengths, least = ([known[row] if row >= 0 else 0 for row in rows] for known in (host.lengths, host.least))
+    pool, width = host.leases[0].pool, state.page_table.shape[1]
+    if pool.owned and (len(rows) - len(live)) * width > pool.free:
+        moved, leases = _moved(state, rows, lengths)
+        return _take_rows(moved, rows, leases, lengths, least)
+    empty = width if pool.owned else 0
+    leases = tuple(host.leases[row] if row >= 0 else Lease(pool, pool.take(empty)) for row in rows)
+    return _take_rows(state, rows, leases, lengths, least)
+
+
+def release(state: State, rows: Sequence[int] | None = None) -> State:
+    """Return pages. Without `rows` the whole state ends; with them, a state in which these rows are empty."""
+    check_usable(state)
+    host = state.host
+    if rows is None:
+        for lease in host.leases:
+            lease.end()
+        host.used = "released"
+        return state
+    check_rows("release", state, rows)
+    gone = set(rows)
+    kept = [row if row not in gone else -1 for row in range(state.rows)]
+    leases = tuple(_released(lease) if row in gone else lease for row, lease in enumerate(host.leases))
+    lengths, least = (
+        [0 if row in gone else known[row] for row in range(state.rows)] for known in (host.lengths, host.least)
+    )
+    return _take_rows(state, kept, leases, lengths, least)
+
+
+def _released(lease: Lease) -> Lease:
+    if lease.pool.owned:
+        return lease.move()
+    lease.end()
+    return Lease(lease.pool)
+
+
+def _take_rows(
+    state: State, rows: Sequence[int], leases: tuple[Lease, ...], lengths: Sequence[int], least: Sequence[int]
+) -> State:
+    """The state with its rows picked, -1 giving an empty one."""
+    device = state.lengths.device
+    index = torch.tensor([*(max(row, 0) for row in rows), state.rows], device=device)
+    live = torch.tensor([*(row >= 0 for row in rows), True], device=device)
+
+    def pick(entry: Entry) -> Entry:
+        if isinstance(entry, Appended):
+            return entry
+        return map(lambda x: torch.where(live.reshape(-1, *(1,) * (x.ndim - 1)), x[index], 0), entry)
+
+    def pick_row(x: Tensor) -> Tensor:
+        return torch.where(live[:-1], x[index[:-1]], 0)
+
+    log = state.log if state.log is None else replace(state.log, tip=pick_row(state.log.tip))
+    return replace(
+        state,
+        lengths=pick_row(state.lengths),
+        page_table=page_table(leases, state.page_table.shape[1], device),
+        layers=tuple(pick(entry) for entry in state.layers),
+        log=log,
+        host=Host(tuple(lengths), leases, tuple(len(x.pages) for x in leases), tuple(least)),
+    )
+
+
+def _map_appended(state: State, function: Callable[[Tensor], Tensor]) -> State:
+    layers = tuple(map(function, entry) if isinstance(entry, Appended) else entry for entry in state.layers)
+    log = state.log
+    if log is not None:
+        log = replace(log, token=function(log.token), prefix=function(log.prefix))
+    return replace(state, layers=layers, log=log)
