@@ -10,10 +10,15 @@ from .model import Model, build
 from .output import Output
 from .rows import fork, release, select
 from .sampling import RowSampling, Sampling, sample
+from .shape_checks import disable_shape_checks, enable_shape_checks, shape_checked, wanted
 from .state import State, commit, logical
 
 __all__ = [
     "Batch", "CheckpointError", "ConfigError", "Event", "Model", "OutOfPages", "Output", "Request", "Result",
-    "RowSampling", "Sampling", "StaleStateError", "State", "StateError", "build", "commit", "fork", "generate", "load",
-    "logical", "release", "requests_of", "sample", "select", "serve",
+    "RowSampling", "Sampling", "StaleStateError", "State", "StateError", "build", "commit", "disable_shape_checks",
+    "enable_shape_checks", "fork", "generate", "load", "logical", "release", "requests_of", "sample", "select", "serve",
+    "shape_checked",
 ]  # fmt: skip
+
+if wanted():
+    enable_shape_checks()

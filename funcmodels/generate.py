@@ -287,7 +287,6 @@ def _round(
     """One forward: the new tokens of each row, none while its prompt is not through. Reads the device once."""
     inputs = [row.next_input(chunk) for row in table]
     out, after = model.forward(params, state, Batch.from_lists(inputs, state), logits="last")
-    assert out.logits is not None and after is not None
     ready = [row.advance(len(new)) for row, new in zip(table, inputs, strict=True)]
     if not any(ready):
         return [[] for _ in table], after

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,9 @@ from .pages import PagePool
 from .state import State
 from .text import Tokenizer
 
+S = TypeVar("S", State, None)
+"""A forward of a state gives a state, a forward of none gives none."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -29,7 +32,7 @@ class Family:
     read_config: Callable[[Mapping[str, Any]], Any]
     param_spec: Callable[[Any], Any]
     init_entries: Callable[..., tuple[states.Entry, ...]]
-    forward: Callable[..., tuple[Output, State | None]]
+    forward: Callable[..., tuple[Output, Any]]
     names: Any
 
 
@@ -99,17 +102,17 @@ class Model:
     def forward(
         self,
         params: Any,
-        state: State | None,
+        state: S,
         batch: Batch,
         *,
         logits: LogitsOf = "all",
         outputs: Sequence[str] = (),
         keep_steps: bool = False,
-    ) -> tuple[Output, State | None]:
+    ) -> tuple[Output, S]:
         """Run the batch's new tokens of every row on top of what the state remembers; return output and new state.
 
         `logits` are given for all tokens [tokens vocab], for each row's last token [rows vocab] (zeros where a row
-        is idle), or not at all (None). `outputs` names intermediate values to return in `extra`: `layers.3` is the
+        is idle), or for none [0 vocab]. `outputs` names intermediate values to return in `extra`: `layers.3` is the
         residual stream after layer 3, `router` the experts chosen in every layer. With `keep_steps` (at most 8
         tokens a row) the new state is pending until `commit`. `state=None` computes the batch alone, for training.
 

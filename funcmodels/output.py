@@ -16,14 +16,14 @@ from params.tree import map, tree
 from .step import Step
 
 LogitsOf = Literal["all", "last"] | None
-"""Logits of every token, of each row's last token, or none."""
+"""Logits of every token, of each row's last token, or of none."""
 
 
 @tree
 class Output:
-    """`hidden` is taken after the final norm. `logits` is [tokens vocab], or [rows vocab] for the last tokens."""
+    """`hidden` is taken after the final norm. `logits` are those of all tokens, of each row's last, or none at all."""
 
-    logits: Float[Tensor, "positions vocab"] | None
+    logits: Float[Tensor, "positions vocab"]
     hidden: Float[Tensor, "tokens hidden"]
     extra: dict[str, Any]
 
@@ -61,10 +61,10 @@ class Taps:
 
 def head_logits(
     hidden: Float[Tensor, "tokens hidden"], head: Any, step: Step, logits: LogitsOf
-) -> Float[Tensor, "positions vocab"] | None:
+) -> Float[Tensor, "positions vocab"]:
     """Logits of the tokens asked for. An idle row's last logits are zeros."""
     if logits is None:
-        return None
+        return hidden.new_zeros(0, head.shape[0])
     if logits == "all":
         return ops.linear(hidden, head)
     if logits != "last":

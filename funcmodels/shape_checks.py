@@ -60,7 +60,7 @@ def enable_shape_checks() -> None:
     for op in OPS.values():
         if not hasattr(op.body, _MARK):
             op.body = _checking(op.body) or op.body
-    Op.__call__ = _checked_op_call
+    Op.__call__ = _checked_op_call  # type: ignore[method-assign]
 
 
 def disable_shape_checks() -> None:

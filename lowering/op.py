@@ -91,20 +91,22 @@ class Op:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the kernel chosen for this call."""
         mode = MODE.get()
-        choice = self._cached(mode, _surroundings(), args, kwargs)
-        if choice.kernel.eager and _records_gradients(args):
-            choice = self._cached(mode, "autograd", args, kwargs)
+        key = _key(mode.key, _surroundings(), args, kwargs)
+        choice = self._choices.get(key) or self._first(key, mode, args, kwargs)
+        kernel = choice.kernel
+        if kernel.eager and _records_gradients(args):
+            key = _key(mode.key, "autograd", args, kwargs)
+            choice = self._choices.get(key) or self._first(key, mode, args, kwargs)
+            kernel = choice.kernel
         if mode.report is not None:
             mode.report.add(choice, args, kwargs)
-        if mode.dry and choice.kernel.host_reads:
+        if mode.dry and kernel.host_reads:
             return self.body(*args, **kwargs)
-        return choice.kernel.run(*args, **kwargs)
+        return kernel.run(*args, **kwargs)
 
-    def _cached(self, mode: Mode, surroundings: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        key = _key(mode.key, surroundings, args, kwargs)
-        choice = self._choices.get(key)
-        if choice is None:
-            choice = self._choices[key] = self.choose(mode, surroundings, args, kwargs)
+    def _first(self, key: tuple[Any, ...], mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        """The choice for a signature not seen before; `key[1]` are its surroundings."""
+        choice = self._choices[key] = self.choose(mode, key[1], args, kwargs)
         return choice
 
     def kernel(

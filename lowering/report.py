@@ -63,8 +63,8 @@ class Report:
 
     def __str__(self) -> str:
         out = io.StringIO()
-        Console(file=out, width=120).print(self.table())
-        return out.getvalue().rstrip()
+        Console(file=out, width=120, force_jupyter=False).print(self.table())
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     __repr__ = __str__
 

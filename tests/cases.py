@@ -298,6 +298,18 @@ def delta(
     return make
 
 
+def faded(rows: Rows, heads: int, dim: int) -> Callable[[Draw], Arguments]:
+    """Arguments of `gated_delta_rule` with a state of denormal numbers and nothing written: slow on some machines."""
+
+    def make(draw: Draw) -> Arguments:
+        (q, k, v, decay, beta, state, start), kwargs = delta(
+            rows, heads, heads, dim, dim, state=True, keep_steps=False
+        )(draw)
+        return (q, k, v, decay * 1e-3, beta * 0, state * 1e-40, start), kwargs
+
+    return make
+
+
 def _linear_attention() -> list[Case]:
     made = []
     for rows in (*ROWS, VERIFY):
@@ -317,6 +329,7 @@ def _linear_attention() -> list[Case]:
         )
         wide = delta(rows, 16, 16, 128, 128, state=True, keep_steps=False)
         made.append(Case("gated_delta_rule", rows.name, wide, 512, bench=True))
+    made.append(Case("gated_delta_rule", "decode_8_faded", faded(DECODE_8, 16, 128), 512, bench=True))
     made.append(Case("l2_norm", "heads", lambda draw: ((draw.normal(5, 16, 128),), {"scale": 128**-0.5}), 128))
     made.append(Case("l2_norm", "awkward", lambda draw: ((draw.normal(3, 7),), {}), 7))
     made.append(Case("l2_norm", "prompt_512", lambda draw: ((draw.normal(512, 16, 128),), {}), 128, bench=True))

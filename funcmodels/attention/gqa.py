@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
@@ -64,14 +65,14 @@ def gated_attention(
 ) -> tuple[Float[Tensor, "tokens hidden"], KeyValuePages | None]:
     """out(attention(q, k, v) * sigmoid(gate)), and the pages with the new keys and values written."""
     head_dim = params.q_norm.weight.shape[0]
-    mixed = ops.linear(x, params.qkv.weight).unflatten(-1, (2 * heads + 2 * kv_heads, head_dim))
+    mixed = rearrange(ops.linear(x, params.qkv.weight), "tokens (heads dim) -> tokens heads dim", dim=head_dim)
     query_gate, k, v = mixed.split((2 * heads, kv_heads, kv_heads), -2)
-    q, gate = query_gate.unflatten(-2, (heads, 2)).unbind(-2)
+    q, gate = rearrange(query_gate, "tokens (heads two) dim -> two tokens heads dim", two=2)
     q = ops.gemma_rms_norm(q, params.q_norm.weight, eps=eps)
     k = ops.gemma_rms_norm(k, params.k_norm.weight, eps=eps)
     q, k = ops.rotary(q, k, *rotary)
     y, past = attend(q, k, v, past, step, scale=head_dim**-0.5)
-    y = (y * torch.sigmoid(gate)).flatten(-2)
+    y = rearrange(y * torch.sigmoid(gate), "tokens heads dim -> tokens (heads dim)")
     return ops.linear(y, params.out.weight), past
 
 
@@ -84,7 +85,12 @@ def attend(
     *,
     scale: float,
 ) -> tuple[Float[Tensor, "tokens heads head_dim"], KeyValuePages | None]:
-    """Causal attention over each row's past and new tokens."""
+    """Causal attention over each row's past and new tokens. `ValueError` unless heads are a multiple of kv_heads."""
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"attention: {q.shape[1]} query heads over {k.shape[1]} key/value heads; heads must be a multiple of "
+            "kv_heads (are queries and keys swapped?)"
+        )
     rows = {"max_query": step.max_query, "uniform": step.uniform}
     if past is None:
         return ops.attention(q, k, v, step.query_start, scale=scale, **rows), None

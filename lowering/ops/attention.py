@@ -6,6 +6,7 @@ Query head h reads key/value head h // (heads / kv_heads). Softmax runs in float
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -81,9 +82,12 @@ def paged_attention(
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
     """q [rows queries heads dim], k and v [rows keys kv_heads dim], visible [rows queries keys]."""
-    grouped = q.unflatten(2, (k.shape[2], -1))
-    scores = torch.einsum("rqgnd,rkgd->rgnqk", grouped.float(), k.float()) * scale
+    grouped = rearrange(
+        q, "rows queries (kv_heads shared) dim -> rows queries kv_heads shared dim", kv_heads=k.shape[2]
+    )
+    scores = torch.einsum("rqgsd,rkgd->rgsqk", grouped.float(), k.float()) * scale
     scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
     # A query with nothing to see belongs to no row; its weights are zeros, not NaN.
     weights = torch.where(visible[:, None, None], scores.softmax(-1), 0).to(q.dtype)
-    return torch.einsum("rgnqk,rkgd->rqgnd", weights.float(), v.float()).to(q.dtype).flatten(2, 3)
+    y = torch.einsum("rgsqk,rkgd->rqgsd", weights.float(), v.float()).to(q.dtype)
+    return rearrange(y, "rows queries kv_heads shared dim -> rows queries (kv_heads shared) dim")

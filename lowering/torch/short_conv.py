@@ -18,7 +18,7 @@ def _refuse(x, weight, window, query_start, *, max_query, uniform, keep_steps) -
     return "keeps no steps" if keep_steps else None
 
 
-@short_conv.kernel("torch_blocked", targets=EVERY, refuse=_refuse)
+@short_conv.kernel("torch_blocked", targets=EVERY, refuse=_refuse, batches=False)
 def _blocked(x, weight, window, query_start, *, max_query, uniform, keep_steps):
     new = to_rectangle(x, query_start, max_query, uniform)
     rows, _, channels = new.shape

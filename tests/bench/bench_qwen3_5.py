@@ -135,7 +135,6 @@ class Decoding:
         """A step of ours."""
         batch = fm.Batch.from_tokens(self.token.flatten(), [1] * self.token.shape[0], self.state)
         out, self.state = self.pair.model.forward(self.params, self.state, batch, logits="last")
-        assert out.logits is not None
         self.token = out.logits.argmax(-1)
 
 

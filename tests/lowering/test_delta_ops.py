@@ -18,7 +18,7 @@ from tests.tolerances import assert_close
 
 
 def recurrence(tokens: Sequence[Tensor], part: slice, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One row in float64, from a part of q, k, v, decay and beta [tokens heads ...], and a state [v_heads v_dim k_dim]."""
+    """One row in float64: a part of q, k, v, decay and beta [tokens heads ...], from a state [v_heads v_dim k_dim]."""
     q, k, v, decay, beta = (x[part] for x in tokens)
     shared = v.shape[1] // k.shape[1]
     outputs: list[list[Tensor]] = []

@@ -17,7 +17,7 @@ install_import_hook(["funcmodels", "lowering", "params"], "beartype.beartype")
 import torch
 import lowering
 from jaxtyping import TypeCheckError
-from lowering import OPS, ops
+from lowering import OPS, Policy, ops
 from tests.cases import CASES, cases_of
 """
 

@@ -1,0 +1,126 @@
+"""The config of Qwen3.5 and Qwen3.6: the fields that shape the text model, read from `config.json` and checked.
+
+Source: `Qwen3_5TextConfig` and `Qwen3_5MoeTextConfig` of transformers 5.24.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .. import config as configs
+
+
+@dataclass(frozen=True)
+class Qwen35Config:
+    """Fields of the checkpoint's config.json under their own names. `num_experts` 0 is the dense model."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    layer_types: tuple[str, ...]
+    rope_theta: float
+    partial_rotary_factor: float
+    mrope_section: tuple[int, ...]
+    full_attention_interval: int = 4
+    linear_conv_kernel_dim: int = 4
+    intermediate_size: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    mtp_num_hidden_layers: int = 0
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 32768
+    tie_word_embeddings: bool = False
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that rotate."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+
+def read_config(given: Mapping[str, Any]) -> Qwen35Config:
+    """The text model's config, from a text or a vision-language `config.json`. Raises `ConfigError`."""
+    text = {**given, **configs.section(given, "text_config")}
+    rope = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
+    rope |= {name: text[name] for name in rope if text.get(name) is not None}
+    rope |= configs.section(text, "rope_parameters") or configs.section(text, "rope_scaling")
+    fields = {"layer_types": _layer_types(text), **{k: v for k, v in text.items() if v is not None}, **rope}
+    sizes = _MOE_SIZES if "moe" in str(text.get("model_type")) else ("intermediate_size",)
+    config = configs.read(Qwen35Config, fields, required=sizes)
+    _check(config, fields, sizes)
+    return config
+
+
+def _layer_types(given: Mapping[str, Any]) -> list[str]:
+    """Every n-th layer attends fully, by default every fourth. Wrong types are left to the config's own check."""
+    layers, every = given.get("num_hidden_layers"), given.get("full_attention_interval") or 4
+    if not isinstance(layers, int) or not isinstance(every, int):
+        return []
+    return ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
+
+
+def _check(config: Qwen35Config, given: Mapping[str, Any], sizes: Sequence[str]) -> None:
+    found = {name: getattr(config, name) for name in (*_POSITIVE, *sizes)}
+    configs.require(
+        *((value > 0, f"{name} must be positive, found {value}") for name, value in found.items()),
+        *_layer_rules(config),
+        *_feed_forward_rules(config, given, sizes),
+        *_rotary_rules(config, given),
+        (
+            given.get("hidden_act", "silu") == "silu",
+            f"hidden_act {given.get('hidden_act')!r} is not supported; only silu is",
+        ),
+        (not given.get("attention_bias", False), "attention_bias true is not supported"),
+        (given.get("attn_output_gate", True), "attn_output_gate false is not supported: Qwen3.5 gates its attention"),
+    )
+
+
+def _layer_rules(config: Qwen35Config) -> Iterator[tuple[bool, str]]:
+    kinds, known = config.layer_types, ("full_attention", "linear_attention")
+    layers, drafts = config.num_hidden_layers, config.mtp_num_hidden_layers
+    yield drafts >= 0, f"mtp_num_hidden_layers must not be negative, found {drafts}"
+    yield len(kinds) == layers, f"layer_types has {len(kinds)} entries, num_hidden_layers is {layers}"
+    yield set(kinds) <= set(known), f"layer_types may hold {' and '.join(known)}, found {sorted(set(kinds))}"
+    for more, fewer in (
+        ("num_attention_heads", "num_key_value_heads"),
+        ("linear_num_value_heads", "linear_num_key_heads"),
+    ):
+        whole = getattr(config, more) % max(getattr(config, fewer), 1) == 0
+        yield whole, f"{more} must be a multiple of {fewer}, found {getattr(config, more)} and {getattr(config, fewer)}"
+
+
+def _feed_forward_rules(
+    config: Qwen35Config, given: Mapping[str, Any], sizes: Sequence[str]
+) -> Iterator[tuple[bool, str]]:
+    experts, chosen, kind = config.num_experts, config.num_experts_per_tok, given.get("model_type")
+    yield (experts > 0) == (sizes is _MOE_SIZES), f"model_type {kind!r} and num_experts {experts} contradict each other"
+    yield experts <= 0 or chosen <= experts, f"num_experts_per_tok {chosen} is more than num_experts {experts}"
+
+
+def _rotary_rules(config: Qwen35Config, given: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
+    dim, kind, sections = config.rotary_dim, given.get("rope_type", given.get("type", "default")), config.mrope_section
+    yield (
+        0 < dim <= config.head_dim and dim % 2 == 0,
+        f"partial_rotary_factor {config.partial_rotary_factor} gives {dim} rotary channels of {config.head_dim}; "
+        "an even number in 2..head_dim is needed",
+    )
+    yield len(sections) == 3, f"mrope_section must have three parts, found {list(sections)}"
+    yield kind == "default", f"rope_type {kind!r} is not supported; only default is"
+
+
+_MOE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+_POSITIVE = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim", "max_position_embeddings", "full_attention_interval", "rope_theta", "rms_norm_eps",
+)  # fmt: skip
