@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from ..ops.attention import attention, paged_attention
@@ -12,6 +13,8 @@ from ..target import EVERY
 
 BLOCK = 64
 """Queries that are worked on at a time: no block looks at keys past its last query."""
+FEW = 8
+"""Queries of a row up to which keys and values are read in their own dtype, without a float32 copy of the cache."""
 
 
 @attention.kernel("torch_sdpa", targets=EVERY, batches=False)
@@ -51,10 +54,27 @@ def _held(pool: Tensor, pages: tuple[int, ...], length: int) -> Tensor:
 
 def _newest(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Attention of one row's newest tokens, q [queries heads dim], over all of it, k and v [keys kv_heads dim]."""
-    queries, kv_heads = q.shape[0], k.shape[1]
     # Heads that share a key/value head are further queries of it, so keys and values are read once for all of them.
-    heads = (q.float() * scale).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-    keys, values = k.float().permute(1, 2, 0), v.float().transpose(0, 1)
+    grouped = rearrange(q, "queries (kv_heads shared) dim -> kv_heads shared queries dim", kv_heads=k.shape[1])
+    y = (_few if q.shape[0] <= FEW else _many)(grouped, k, v, scale)
+    return rearrange(y, "kv_heads shared queries dim -> queries (kv_heads shared) dim").to(q.dtype)
+
+
+def _few(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Decoding and verifying: keys and values are read as they lie, q [kv_heads shared queries dim]."""
+    shared, queries = q.shape[1:3]
+    k4, v4 = (x.transpose(0, 1)[:, None] for x in (k, v))
+    mask = None
+    if queries > 1:
+        mask = q.new_full((queries, k.shape[0]), -torch.inf).triu(k.shape[0] - queries + 1).repeat(shared, 1)
+    y = F.scaled_dot_product_attention(q.flatten(1, 2)[:, None], k4, v4, attn_mask=mask, scale=scale)
+    return y[:, 0].unflatten(1, (shared, queries))
+
+
+def _many(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Prefilling: blocks of queries in float32, q [kv_heads shared queries dim]."""
+    queries = q.shape[2]
+    heads, keys, values = q.float() * scale, k.float().permute(1, 2, 0), v.float().transpose(0, 1)
     outputs = []
     for at in range(0, queries, BLOCK):
         part = heads[:, :, at : at + BLOCK]
@@ -63,4 +83,4 @@ def _newest(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         later = torch.full((part.shape[2],) * 2, -torch.inf).triu(1)
         scores[..., seen - part.shape[2] :] += later
         outputs.append(torch.bmm(scores.softmax(-1).flatten(1, 2), values[:, :seen]).unflatten(1, part.shape[1:3]))
-    return torch.cat(outputs, 2).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+    return torch.cat(outputs, 2)
