@@ -55,7 +55,7 @@ def tree(cls: type[T]) -> type[T]:
     Unflattening does not run the constructor, so a tree may hold placeholders (specs, shapes, `None`) while it is
     being mapped. `==` compares structure and leaves; `repr` shows shapes and bytes, never contents.
     """
-    cls.__eq__ = equal  # type: ignore[assignment]
+    cls.__eq__ = equal
     cls.__hash__ = None  # type: ignore[assignment]
     if "__repr__" not in vars(cls):
         cls.__repr__ = summary  # type: ignore[method-assign]

@@ -61,8 +61,10 @@ def _texts(root: Path) -> dict[str, str]:
     for file in sorted(root.rglob("*.py"), key=lambda file: file.relative_to(root).as_posix()):
         path = file.relative_to(root).as_posix()
         text = _read(file) if _wanted(path) else None
-        key = text and hashlib.sha256(text.encode()).hexdigest()
-        if text and key not in seen and _is_prose_or_code(text):
+        if not text or not _is_prose_or_code(text):
+            continue
+        key = hashlib.sha256(text.encode()).hexdigest()
+        if key not in seen:
             seen.add(key)
             texts[path] = text
     return texts

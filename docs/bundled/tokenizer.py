@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import corpus
 import numpy as np
@@ -72,7 +73,7 @@ def main() -> None:
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
     docs = corpus.documents()
-    facts = corpus.describe(docs)
+    facts: dict[str, Any] = corpus.describe(docs)
     texts = {flag: [doc.text for doc in docs if doc.held_out is flag] for flag in (False, True)}
     tokenizer = train(texts[False])
     save(tokenizer, out)

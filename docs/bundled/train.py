@@ -141,14 +141,14 @@ class Gradient:
         leaves, self.taken = pytree.tree_flatten((params, *inputs(data.windows(0))))
         differentiate = torch.func.grad_and_value(loss)
 
-        def flat(*values: Tensor) -> tuple[Tensor, ...]:
-            found, self.given = pytree.tree_flatten(differentiate(*pytree.tree_unflatten(values, self.taken)))
-            return tuple(found)
+        def flat(*values: Tensor) -> list[Any]:
+            return pytree.tree_leaves(differentiate(*pytree.tree_unflatten(values, self.taken)))
 
         graph = make_fx(flat, tracing_mode="fake")(*leaves)
         graph.graph.eliminate_dead_code()
         graph.recompile()
-        self.run = torch._inductor.compile(graph, leaves)
+        self.given = pytree.tree_structure((params, 0.0))
+        self.run: Callable[..., Any] = torch._inductor.compile(graph, leaves)  # type: ignore[assignment]
 
     @torch.no_grad()
     def __call__(self, params: Any, step: int) -> tuple[Any, float]:
