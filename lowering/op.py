@@ -178,7 +178,7 @@ def _checked_like(body: Callable[..., Any], run: Callable[..., Any]) -> Callable
     plain = inspect.unwrap(body)
     if plain is body:
         return run
-    from beartype import beartype
+    from beartype import BeartypeConf, beartype
     from jaxtyping import jaxtyped
 
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -186,7 +186,7 @@ def _checked_like(body: Callable[..., Any], run: Callable[..., Any]) -> Callable
 
     functools.update_wrapper(checked, plain)
     vars(checked)["__signature__"] = inspect.signature(plain, eval_str=True)
-    return jaxtyped(checked, typechecker=beartype)
+    return jaxtyped(checked, typechecker=beartype(conf=BeartypeConf(is_pep484_tower=True)))
 
 
 def _refusal(kernel: Kernel, target: Target, surroundings: str, args: Any, kwargs: Any) -> str | None:

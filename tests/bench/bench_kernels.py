@@ -8,6 +8,7 @@ Prints a line a case: microseconds of the reference, then of each kernel with it
 from __future__ import annotations
 
 import argparse
+import itertools
 from typing import Any
 
 import torch
@@ -55,10 +56,9 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     with torch.no_grad():
-        for case in CASES:
-            if case.bench and (not given.ops or case.op in given.ops):
-                for name in given.dtype or DTYPES:
-                    print(f"{case!s:<38} {name:<5} {line(case, DTYPES[name], given.rounds)}", flush=True)
+        chosen = [case for case in CASES if case.bench and case.op in (given.ops or OPS)]
+        for case, name in itertools.product(chosen, given.dtype or DTYPES):
+            print(f"{case!s:<38} {name:<5} {line(case, DTYPES[name], given.rounds)}", flush=True)
 
 
 if __name__ == "__main__":
