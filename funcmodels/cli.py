@@ -30,7 +30,8 @@ from .model import build
 from .sampling import Sampling
 
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
-PROMPT = 'def read_lines(path):\n    """Return the lines of a text file, without line ends."""\n'
+PROMPT = 'def read_lines(path):\n    """Return the lines of a text file, without line ends."""'
+"""Ends without a newline: the bundled model's tokens join one with the indentation that follows it."""
 ERRORS = (ValueError, LoweringError, StateError, OSError, MemoryError, ArithmeticError)
 """What a user can mend: bad input, checkpoint, target or device. Everything else is a fault and shows a traceback."""
 

@@ -129,7 +129,7 @@ class Op:
                 raise LoweringError(
                     f"{self.name}: kernel {name!r} takes {inspect.signature(run)}, the op takes {self.signature}"
                 )
-            added = Kernel(name, _checked_like(self.body, run), targets, refuse, host_reads, batches, eager, prepare)
+            added = Kernel(name, run, targets, refuse, host_reads, batches, eager, prepare)
             reference = self.kernels.pop(REFERENCE)
             self.kernels |= {name: added, REFERENCE: reference}
             self._choices.clear()
@@ -171,22 +171,6 @@ class Op:
 def op(body: Callable[..., Any]) -> Op:
     """Make a typed function an op: its body is the reference, its name the name users type."""
     return Op(body)
-
-
-def _checked_like(body: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` under the same type checks as the body, where jaxtyping's import hook has put some on it."""
-    plain = inspect.unwrap(body)
-    if plain is body:
-        return run
-    from beartype import BeartypeConf, beartype
-    from jaxtyping import jaxtyped
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        return run(*args, **kwargs)
-
-    functools.update_wrapper(checked, plain)
-    vars(checked)["__signature__"] = inspect.signature(plain, eval_str=True)
-    return jaxtyped(checked, typechecker=beartype(conf=BeartypeConf(is_pep484_tower=True)))
 
 
 def _refusal(kernel: Kernel, target: Target, surroundings: str, args: Any, kwargs: Any) -> str | None:

@@ -63,7 +63,7 @@ class Report:
 
     def __str__(self) -> str:
         out = io.StringIO()
-        Console(file=out, width=120, force_jupyter=False).print(self.table())
+        Console(file=out, width=120, force_jupyter=False, force_terminal=False).print(self.table())
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     __repr__ = __str__

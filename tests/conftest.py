@@ -19,10 +19,11 @@ import hypothesis
 import jaxtyping
 import pytest
 
-from tests.typechecker import HOOKED
+from tests.typechecker import HOOKED, check_kernels
 
 if HOOKED:
     jaxtyping.install_import_hook(["funcmodels", "lowering", "params"], "tests.typechecker.check")
+    check_kernels()
 
 hypothesis.settings.register_profile("ci", derandomize=True, database=None, deadline=None, max_examples=20)
 hypothesis.settings.register_profile("sweep", database=None, deadline=None, max_examples=500, print_blob=True)

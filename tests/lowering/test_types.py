@@ -19,6 +19,8 @@ import lowering
 from jaxtyping import TypeCheckError
 from lowering import OPS, Policy, ops
 from tests.cases import CASES, cases_of
+from tests.typechecker import check_kernels
+check_kernels()
 """
 
 
