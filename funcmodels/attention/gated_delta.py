@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -97,14 +96,14 @@ def delta_net(
     window = None if past is None else past.window
     qkv, window, window_trail = ops.short_conv(qkv, params.conv, window, step.query_start, **rows)
     q, k, v = qkv.split((keys, keys, values), -1)
-    q, k = (rearrange(x, "tokens (heads dim) -> tokens heads dim", dim=k_dim) for x in (q, k))
-    v, z = (rearrange(x, "tokens (heads dim) -> tokens heads dim", dim=v_dim) for x in (v, z))
-    q, k = ops.l2_norm(q, scale=k_dim**-0.5), ops.l2_norm(k)
+    q = ops.l2_norm(q.unflatten(-1, (k_heads, k_dim)), scale=k_dim**-0.5)
+    k = ops.l2_norm(k.unflatten(-1, (k_heads, k_dim)))
+    v, z = (x.unflatten(-1, (v_heads, v_dim)) for x in (v, z))
     decay, beta = ops.delta_gates(a, b, params.a_log, params.dt_bias)
     delta = None if past is None else past.delta
     y, delta, delta_trail = ops.gated_delta_rule(q, k, v, decay, beta, delta, step.query_start, **rows)
     y = ops.gated_rms_norm(y, z, params.norm.weight, eps=eps, activation="silu")
-    y = ops.linear(rearrange(y, "tokens heads dim -> tokens (heads dim)"), params.out.weight)
+    y = ops.linear(y.flatten(-2), params.out.weight)
     if past is None:
         return y, None
     trail = DeltaTrails(window_trail, delta_trail) if step.keep_steps else None
