@@ -127,7 +127,10 @@ def _weights(shard: dict[str, Tensor]) -> Callable[[Path], None]:
             # the format refuses two names for one piece of memory; parts of a merged leaf are different pieces
             values[name] = value.clone() if value.data_ptr() in seen else value
             seen.add(value.data_ptr())
+        path.touch()
+        mode = path.stat().st_mode
         save_file(values, path, metadata={"format": "pt"})
+        path.chmod(mode)  # as the umask asks; safetensors makes its files readable by their owner alone
 
     return write
 

@@ -47,6 +47,12 @@ def test_transformers_loads_what_is_saved(model: Any, spec_of: Any, tmp_path: Pa
     assert again == params.from_checkpoint(model.state_dict(), spec, NAMES)
 
 
+def test_files_are_as_readable_as_their_neighbours(model: Any, spec_of: Any, tmp_path: Path) -> None:
+    """The umask decides, for the weights as for config.json."""
+    directory = save_model(model, spec_of(model.config), tmp_path)
+    assert len({path.stat().st_mode for path in directory.iterdir()}) == 1
+
+
 def test_shards_are_full_but_not_too_full(model: Any, spec_of: Any, tmp_path: Path) -> None:
     """No shard is above the limit unless it holds one tensor; the index counts all bytes."""
     directory = save_model(model, spec_of(model.config), tmp_path, max_shard_bytes=20_000)
