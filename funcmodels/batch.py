@@ -32,7 +32,7 @@ class Batch:
     tokens: Int[Tensor, " tokens"]
     query_start: Int[Tensor, " ends"]
     positions: Int[Tensor, "axes tokens"] | None = None
-    max_query: int = static(default=1)
+    max_query: int = static(kw_only=True)
     uniform: bool = static(default=False)
     counts: tuple[int, ...] = off_tree(default=())
 

@@ -29,34 +29,39 @@ class Output:
 
 
 class Taps:
-    """Collects intermediate values that were asked for: `layers.3` by its name, `router` from every layer, stacked."""
+    """Collects intermediate values that were asked for: `layers.3` by its name, `router` from every layer, stacked.
 
-    def __init__(self, wanted: Sequence[str]) -> None:
-        self._wanted = tuple(wanted)
-        self._offered: list[str] = []
-        self._taken: dict[str, list[Any]] = {name: [] for name in self._wanted}
+    `offered` are the names of all values that the model can give. `ValueError` for a wanted name that is not among
+    them, nor the last word of one.
+    """
+
+    def __init__(self, wanted: Sequence[str], offered: Sequence[str]) -> None:
+        if isinstance(wanted, str):
+            raise ValueError(f"outputs={wanted!r}: give a list of names, [{wanted!r}]")
+        self._whole = set(offered)
+        known = self._whole | {_last(name) for name in offered if not _last(name).isdigit()}
+        for name in wanted:
+            if name not in known:
+                near = ", ".join(difflib.get_close_matches(name, sorted(known), n=3)) or "none"
+                raise ValueError(f"outputs={name!r}: this model offers no such value; nearest: {near}")
+        self._taken: dict[str, list[Any]] = {name: [] for name in wanted}
 
     def offer(self, name: str, value: Any) -> None:
         """Keep `value` if its name, or the last word of it, was asked for."""
-        if not self._wanted:
-            return
-        last = name.rpartition(".")[2]
-        self._offered += [name, last] if not last.isdigit() else [name]
-        for asked in {name, last} & set(self._wanted):
-            self._taken[asked].append(value)
+        if self._taken:
+            for asked in {name, _last(name)} & self._taken.keys():
+                self._taken[asked].append(value)
 
     def taken(self) -> dict[str, Any]:
-        """The collected values; `ValueError` for a name that nothing offered."""
-        found: dict[str, Any] = {}
-        for name, values in self._taken.items():
-            if not values:
-                near = difflib.get_close_matches(name, self._offered, n=3)
-                raise ValueError(
-                    f"outputs={name!r}: this model offers no such value; nearest: {', '.join(near) or 'none'}"
-                )
-            whole = len(values) == 1 and name in self._offered and "." in name
-            found[name] = values[0] if whole else map(lambda *xs: torch.stack(xs), *values)
-        return found
+        """The values by the names they were asked for; those from every layer are stacked."""
+        return {
+            name: values[0] if name in self._whole else map(lambda *xs: torch.stack(xs), *values)
+            for name, values in self._taken.items()
+        }
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def head_logits(

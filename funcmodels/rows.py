@@ -15,7 +15,7 @@ from lowering.host import tracing
 from params.tree import map
 
 from .pages import Lease, PagePool
-from .state import Appended, Entry, Host, State, check_rows, check_usable, page_table
+from .state import Appended, Entry, Host, State, check_fresh, check_rows, check_usable, page_table
 
 Copies = list[tuple[int, int]]
 """Pairs of page ids: from, to."""
@@ -80,6 +80,7 @@ def fork(state: State, rows: Sequence[int] | None = None) -> State:
     its pages, the copies get a pool of their own. Reads the rows' lengths from the device.
     """
     check_usable(state)
+    check_fresh(state)
     rows = list(range(state.rows) if rows is None else rows)
     check_rows("fork", state, rows)
     held = state.lengths.tolist()
@@ -135,6 +136,7 @@ def select(state: State, rows: Sequence[int]) -> State:
     Where every row owns its pages and too few are free for the empty rows, all rows are copied to a larger pool.
     """
     check_usable(state)
+    check_fresh(state)
     rows = list(rows)
     check_rows("select", state, rows, least=-1)
     live = [row for row in rows if row >= 0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from jaxtyping import Int
@@ -21,6 +22,8 @@ from .errors import StateError
 from .rows import reserve
 from .state import Entry, State, check_fresh, check_usable, grown, host_lengths
 from .token_log import TokenLog, mix, written
+
+E = TypeVar("E", bound=Entry)
 
 MAX_KEPT_STEPS = 8
 """Most tokens a row may offer with `keep_steps`: what Ascend's recurrent delta-rule operator serves in one call."""
@@ -48,10 +51,19 @@ class Step:
     state: State | None = None
     counts: tuple[int, ...] = ()
 
-    @property
-    def past(self) -> tuple[Entry | None, ...] | None:
-        """The layers' entries before this forward, None without a state."""
-        return None if self.state is None else self.state.layers
+    def past(self, layer: int, kind: type[E]) -> E | None:
+        """The entry of `layer` before this forward, None without a state. `StateError` unless it is of that kind."""
+        if self.state is None:
+            return None
+        if layer >= len(self.state.layers):
+            raise StateError(_other_model(self.state, f"more than {layer}"))
+        entry = self.state.layers[layer]
+        if not isinstance(entry, kind):
+            raise StateError(
+                f"the state's entry for layer {layer} is {type(entry).__name__}, the layer needs {kind.__name__}; make "
+                "the state with the init_state of a model whose config is that of the parameters"
+            )
+        return entry
 
 
 def begin(state: State | None, batch: Batch, keep_steps: bool = False) -> Step:
@@ -59,6 +71,7 @@ def begin(state: State | None, batch: Batch, keep_steps: bool = False) -> Step:
     tokens = batch.tokens.shape[0]
     if tokens == 0:
         raise ValueError("the batch has no tokens: every row idles; skip the call, or pad the batch")
+    _check_layout(batch, tokens)
     row = _rows_of(batch)
     if state is None:
         if keep_steps:
@@ -91,7 +104,16 @@ def finish(step: Step, layers: Sequence[Entry | None]) -> State | None:
     if step.state is None:
         return None
     entries = tuple(entry for entry in layers if entry is not None)
+    if len(entries) != len(step.state.layers):
+        raise StateError(_other_model(step.state, str(len(entries))))
     return grown(step.state, entries, step.log, step.query_start.diff(), step.counts, step.keep_steps)
+
+
+def _other_model(state: State, layers: str) -> str:
+    return (
+        f"the state has entries for {len(state.layers)} layers, the parameters have {layers}; make the state with the "
+        "init_state of a model whose config is that of the parameters"
+    )
 
 
 def _rows_of(batch: Batch) -> Tensor:
@@ -99,6 +121,20 @@ def _rows_of(batch: Batch) -> Tensor:
     if batch.uniform and batch.max_query == 1:
         return torch.arange(tokens, device=batch.tokens.device)
     return row_of_token(batch.query_start, tokens)
+
+
+def _check_layout(batch: Batch, tokens: int) -> None:
+    """`ValueError` for static hints that the batch's shapes contradict."""
+    if batch.uniform and batch.rows * batch.max_query != tokens:
+        raise ValueError(
+            f"the batch says uniform, {batch.rows} rows of {batch.max_query} tokens, and holds {tokens} tokens; "
+            "make it with Batch.from_lists or Batch.from_tokens"
+        )
+    if sum(batch.counts) > tokens or max(batch.counts, default=0) > batch.max_query:
+        raise ValueError(
+            f"the batch's counts {list(batch.counts)} do not fit its {tokens} tokens and max_query={batch.max_query}; "
+            "make it with Batch.from_lists or Batch.from_tokens"
+        )
 
 
 def _checked_counts(state: State, batch: Batch, keep_steps: bool) -> tuple[int, ...]:

@@ -35,6 +35,11 @@ REFERENCE = "torch"
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 """Types of static arguments that stand for themselves in the key of a choice."""
 
+_LEVELS = {TransformType.Vmap: "vmap", TransformType.Jvp: "jvp"}
+"""Function transforms that some operators have no rule for; `_surroundings` names those in force."""
+_DIFFERENTIATED = ("", "autograd", "jvp", "a function transform")
+"""Surroundings in which a tensor still has its values on the host."""
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -43,6 +48,7 @@ class Kernel:
     `refuse(*args, **kwargs)` reads shapes, dtypes and static arguments and returns `None`, or one sentence with the
     limit in it. `host_reads` marks a kernel that reads tensor values on the host: it is refused while a program is
     being traced or mapped. `batches=False` marks one whose operators have no batching rule: it is refused under vmap.
+    `forward_ad=False` marks one whose operators have no forward derivative: it is refused under jvp.
     `eager=True` marks one that writes in place and loops to spare memory passes: it is refused where anything records
     or maps the operators (tracing, function transforms, gradients).
     `prepare(weight)` makes, once, the weight layout that the kernel wants, or returns None for a weight it leaves.
@@ -54,6 +60,7 @@ class Kernel:
     refuse: Refusal | None = None
     host_reads: bool = False
     batches: bool = True
+    forward_ad: bool = True
     eager: bool = False
     prepare: Callable[[Any], Any] | None = None
 
@@ -72,6 +79,24 @@ class Choice:
     target: Target
 
 
+@dataclass(frozen=True)
+class _Empty:
+    """What is known of a tensor without values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def like(cls, value: Any) -> Any:
+        """That of a tensor; anything else as it is."""
+        return cls(tuple(value.shape), value.dtype, value.device) if isinstance(value, Tensor) else value
+
+    def made(self) -> Tensor:
+        """Such a tensor."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
 class Op:
     """A dispatchable function. Call it; `explain` it; register kernels on it with `kernel`."""
 
@@ -83,6 +108,7 @@ class Op:
         reference = Kernel(REFERENCE, body, tuple(TARGETS))
         self.kernels: dict[str, Kernel] = {REFERENCE: reference}
         self._choices: dict[Any, Choice] = {}
+        self._dry_results: dict[Any, Any] = {}
         registry.add(self)
 
     def __repr__(self) -> str:
@@ -100,9 +126,16 @@ class Op:
             kernel = choice.kernel
         if mode.report is not None:
             mode.report.add(choice, args, kwargs)
-        if mode.dry and kernel.host_reads:
-            return self.body(*args, **kwargs)
+        if mode.dry:
+            return self._dry_run(key, self.body if kernel.host_reads else kernel.run, args, kwargs)
         return kernel.run(*args, **kwargs)
+
+    def _dry_run(self, key: tuple[Any, ...], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The result without values. It depends on the signature alone, so `run` goes once a signature: a model's
+        layers repeat a few."""
+        if key not in self._dry_results:
+            self._dry_results[key] = tree.map(_Empty.like, run(*args, **kwargs))
+        return tree.map(lambda leaf: leaf.made() if isinstance(leaf, _Empty) else leaf, self._dry_results[key])
 
     def _first(self, key: tuple[Any, ...], mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """The choice for a signature not seen before; `key[1]` are its surroundings."""
@@ -117,6 +150,7 @@ class Op:
         refuse: Refusal | None = None,
         host_reads: bool = False,
         batches: bool = True,
+        forward_ad: bool = True,
         eager: bool = False,
         prepare: Callable[[Any], Any] | None = None,
     ) -> Callable[[F], F]:
@@ -129,10 +163,11 @@ class Op:
                 raise LoweringError(
                     f"{self.name}: kernel {name!r} takes {inspect.signature(run)}, the op takes {self.signature}"
                 )
-            added = Kernel(name, run, targets, refuse, host_reads, batches, eager, prepare)
+            added = Kernel(name, run, targets, refuse, host_reads, batches, forward_ad, eager, prepare)
             reference = self.kernels.pop(REFERENCE)
             self.kernels |= {name: added, REFERENCE: reference}
             self._choices.clear()
+            self._dry_results.clear()
             return run
 
         return register
@@ -176,12 +211,15 @@ def op(body: Callable[..., Any]) -> Op:
 def _refusal(kernel: Kernel, target: Target, surroundings: str, args: Any, kwargs: Any) -> str | None:
     if not kernel.serves(target):
         return f"serves {', '.join(kernel.targets)}; target is {target.name}"
-    if kernel.host_reads and surroundings not in ("", "autograd", "a function transform"):
+    if kernel.host_reads and surroundings not in _DIFFERENTIATED:
         return f"reads lengths or ids on the host, which {surroundings} does not allow"
     if kernel.eager and surroundings:
         return f"writes in place, which {surroundings} does not allow"
-    if not kernel.batches and surroundings == "vmap":
+    levels = surroundings.split(" and ")
+    if not kernel.batches and "vmap" in levels:
         return "has no batching rule, so it is left out under vmap"
+    if not kernel.forward_ad and "jvp" in levels:
+        return "has no forward derivative, so it is left out under jvp"
     return None if kernel.refuse is None else kernel.refuse(*args, **kwargs)
 
 
@@ -190,11 +228,13 @@ def _no_kernel(op: Op, target: Target, asked: str | None, refused: dict[str, str
     shown = [f"{name}={tree.describe(value)}" for name, value in zip(names, args, strict=False)]
     shown += [f"{name}={tree.describe(value)}" for name, value in kwargs.items()]
     head = f"kernel {asked!r} was asked for by name" if asked else "no kernel takes this call"
+    fix = f'allow its reference with lowering.use({op.name}="{REFERENCE}"), or leave strict=True out'
+    if asked:
+        others = [name for name, kernel in op.kernels.items() if name != asked and kernel.serves(target)]
+        fix = f"ask for another kernel: {', '.join(others) or 'none'}"
     reasons = "\n".join(f"  {name}: {reason}" for name, reason in refused.items())
     called = f"  called with {', '.join(shown)}"
-    others = [name for name, kernel in op.kernels.items() if name != asked and kernel.serves(target)]
-    fix = f"  to fix: change the call, or ask for another kernel: {', '.join(others) or 'none'}"
-    return f"{op.name}: {head} on target {target.name}\n{reasons}\n{called}\n{fix}"
+    return f"{op.name}: {head} on target {target.name}\n{reasons}\n{called}\n  to fix: change the call, or {fix}"
 
 
 def _key(mode: int, surroundings: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -226,7 +266,8 @@ def _surroundings() -> str:
         return "tracing"
     stack = get_interpreter_stack()
     if stack:
-        return "vmap" if any(level.key() == TransformType.Vmap for level in stack) else "a function transform"
+        keys = {level.key() for level in stack}
+        return " and ".join(name for key, name in _LEVELS.items() if key in keys) or "a function transform"
     return ""
 
 

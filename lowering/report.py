@@ -19,7 +19,7 @@ from params import tree
 from params.spec import TensorSpec
 
 from . import target as targets
-from .policy import MODE, Policy
+from .policy import MODE, Policy, check
 from .target import Target
 
 if TYPE_CHECKING:
@@ -89,10 +89,12 @@ def explain(
 ) -> Report:
     """Which kernel each op of `function(*args, **kwargs)` gets on `target`, and why others were refused.
 
-    Nothing is computed: tensors are replaced by fake ones, and `TensorSpec` leaves (a model without weights) are
-    taken as tensors of their shape.
+    Nothing is computed: tensors are replaced by fake ones, and `TensorSpec` leaves (a model without weights) and
+    tensors on device "meta" are taken as tensors of their shape. Raises `LoweringError` for a policy or a target that
+    names what does not exist.
     """
     mode = MODE.get()
+    check(policy or mode.policy)
     report = Report()
     chosen = mode.target if target is None else targets.named(target)
     token = MODE.set(replace(mode, policy=policy or mode.policy, target=chosen, report=report, dry=True))
@@ -105,11 +107,13 @@ def explain(
 
 
 def abstract(value: Any, fake: FakeTensorMode) -> Any:
-    """The tree with fake tensors for its tensors and specs."""
+    """The tree with fake tensors for its tensors and specs; what has no device of its own is put on the default one."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, TensorSpec):
             return torch.empty(value.shape, dtype=value.dtype or torch.get_default_dtype())
-        return fake.from_tensor(value) if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        return torch.empty(value.shape, dtype=value.dtype) if value.is_meta else fake.from_tensor(value)
 
     return tree.map(leaf, value)

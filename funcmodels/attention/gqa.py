@@ -65,6 +65,12 @@ def gated_attention(
 ) -> tuple[Float[Tensor, "tokens hidden"], KeyValuePages | None]:
     """out(attention(q, k, v) * sigmoid(gate)), and the pages with the new keys and values written."""
     head_dim = params.q_norm.weight.shape[0]
+    expected = (2 * heads + 2 * kv_heads) * head_dim
+    if params.qkv.weight.shape[0] != expected:
+        raise ValueError(
+            f"gated_attention: qkv.weight has {params.qkv.weight.shape[0]} rows, expected {expected} "
+            f"({heads} query heads with gates and {kv_heads} key and value heads of {head_dim})"
+        )
     mixed = rearrange(ops.linear(x, params.qkv.weight), "tokens (heads dim) -> tokens heads dim", dim=head_dim)
     query_gate, k, v = mixed.split((2 * heads, kv_heads, kv_heads), -2)
     q, gate = rearrange(query_gate, "tokens (heads two) dim -> two tokens heads dim", two=2)

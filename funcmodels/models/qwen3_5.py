@@ -16,8 +16,8 @@ from lowering import ops
 from params.spec import TensorSpec
 from params.tree import tree, unchecked
 
-from ..attention.gated_delta import DeltaNet, delta_net, delta_net_spec, delta_net_state
-from ..attention.gqa import GatedAttention, gated_attention, gated_attention_spec, key_value_pages
+from ..attention.gated_delta import DeltaNet, DeltaNetState, delta_net, delta_net_spec, delta_net_state
+from ..attention.gqa import GatedAttention, KeyValuePages, gated_attention, gated_attention_spec, key_value_pages
 from ..batch import Batch
 from ..blocks.linear import Embedding, Linear, Norm, linear_spec, norm_spec
 from ..blocks.mlp import Mlp, SharedExpertMoe, mlp, mlp_spec, moe, moe_spec
@@ -130,8 +130,8 @@ def forward(
     keep_steps: bool = False,
 ) -> tuple[Output, State | None]:
     """Logits and final hidden of the batch's tokens, and the state that holds them too. See `Model.forward`."""
+    taps = Taps(outputs, _tap_names(config))
     step = begin(state, batch, keep_steps)
-    taps = Taps(outputs)
     rotary = _rotary(config, batch, step)
     eps = config.rms_norm_eps
     entries: list[Entry | None] = []
@@ -140,8 +140,7 @@ def forward(
     normed = ops.gemma_rms_norm(x, params.layers[0].input_norm.weight, eps=eps)
     next_norms = [layer.input_norm for layer in params.layers[1:]] + [params.norm]
     for index, (layer, next_norm) in enumerate(zip(params.layers, next_norms, strict=True)):
-        past = None if step.past is None else step.past[index]
-        mixed, entry = _mix(config, layer.attn, normed, past, step, rotary)
+        mixed, entry = _mix(config, layer.attn, normed, index, step, rotary)
         normed, x = ops.add_gemma_rms_norm(mixed, x, layer.post_norm.weight, eps=eps)
         fed = _feed_forward(config, layer.mlp, normed, index, taps)
         normed, x = ops.add_gemma_rms_norm(fed, x, next_norm.weight, eps=eps)
@@ -150,6 +149,11 @@ def forward(
     head = params.embed.head if params.head is None else params.head.weight
     head = params.embed.weight if head is None else head
     return Output(head_logits(normed, head, step, logits), normed, taps.taken()), finish(step, entries)
+
+
+def _tap_names(config: Qwen35Config) -> list[str]:
+    layers = [f"layers.{index}" for index in range(config.num_hidden_layers)]
+    return layers + [f"{layer}.router" for layer in layers if config.num_experts]
 
 
 def _rotary(
@@ -162,14 +166,15 @@ def _rotary(
 
 
 def _mix(
-    config: Qwen35Config, params: DeltaNet | GatedAttention, x: Float[Tensor, "tokens hidden"], past: Any, step: Step,
+    config: Qwen35Config, params: DeltaNet | GatedAttention, x: Float[Tensor, "tokens hidden"], index: int, step: Step,
     rotary: tuple[Tensor, Tensor],
 ) -> tuple[Float[Tensor, "tokens hidden"], Entry | None]:  # fmt: skip
+    eps = config.rms_norm_eps
     if isinstance(params, GatedAttention):
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        return gated_attention(params, x, past, step, rotary, heads=heads, kv_heads=kv_heads, eps=config.rms_norm_eps)
-    k_heads, k_dim = config.linear_num_key_heads, config.linear_key_head_dim
-    return delta_net(params, x, past, step, k_heads=k_heads, k_dim=k_dim, eps=config.rms_norm_eps)
+        heads = {"heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads}
+        return gated_attention(params, x, step.past(index, KeyValuePages), step, rotary, **heads, eps=eps)
+    heads = {"k_heads": config.linear_num_key_heads, "k_dim": config.linear_key_head_dim}
+    return delta_net(params, x, step.past(index, DeltaNetState), step, **heads, eps=eps)
 
 
 def _feed_forward(

@@ -1,6 +1,6 @@
 """Causal grouped-query attention over ragged rows, with and without pages of past keys and values.
 
-Query head h reads key/value head h // (heads / kv_heads). Softmax runs in float32.
+Query head h reads key/value head h // (heads / kv_heads). Softmax runs in float32 or wider.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..host import HostLengths
 from ..op import op
 from .ragged import in_row, to_flat, to_rectangle
+from .widen import wide
 
 
 @op
@@ -85,9 +86,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> T
     grouped = rearrange(
         q, "rows queries (kv_heads shared) dim -> rows queries kv_heads shared dim", kv_heads=k.shape[2]
     )
-    scores = torch.einsum("rqgsd,rkgd->rgsqk", grouped.float(), k.float()) * scale
+    scores = torch.einsum("rqgsd,rkgd->rgsqk", wide(grouped), wide(k)) * scale
     scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
     # A query with nothing to see belongs to no row; its weights are zeros, not NaN.
     weights = torch.where(visible[:, None, None], scores.softmax(-1), 0).to(q.dtype)
-    y = torch.einsum("rgsqk,rkgd->rqgsd", weights.float(), v.float()).to(q.dtype)
+    y = torch.einsum("rgsqk,rkgd->rqgsd", wide(weights), wide(v)).to(q.dtype)
     return rearrange(y, "rows queries kv_heads shared dim -> rows queries (kv_heads shared) dim")

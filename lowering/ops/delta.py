@@ -17,13 +17,14 @@ from params.tree import tree
 
 from ..op import op
 from .ragged import to_flat, to_rectangle
+from .widen import wide, wide_dtype
 
 
 @op
 def l2_norm(x: Float[Tensor, "*lead dim"], *, scale: float = 1.0, eps: float = 1e-6) -> Float[Tensor, "*lead dim"]:
-    """scale * x * rsqrt(sum of squares + eps), in float32, rounded once."""
-    wide = x.float()
-    return (wide * (scale * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps))).to(x.dtype)
+    """scale * x * rsqrt(sum of squares + eps), in float32 or wider, rounded once."""
+    x_wide = wide(x)
+    return (x_wide * (scale * torch.rsqrt(x_wide.square().sum(-1, keepdim=True) + eps))).to(x.dtype)
 
 
 @op
@@ -33,9 +34,9 @@ def delta_gates(
     a_log: Float[Tensor, " v_heads"],
     dt_bias: Float[Tensor, " v_heads"],
 ) -> tuple[Float[Tensor, "tokens v_heads"], Float[Tensor, "tokens v_heads"]]:
-    """Log decay -exp(a_log) * softplus(a + dt_bias) and write strength sigmoid(b), both float32."""
-    decay = -a_log.float().exp() * F.softplus(a.float() + dt_bias.float())
-    return decay, b.sigmoid().float()
+    """Log decay -exp(a_log) * softplus(a + dt_bias) and write strength sigmoid(b), both float32 or wider."""
+    decay = -wide(a_log).exp() * F.softplus(wide(a) + wide(dt_bias))
+    return decay, wide(b.sigmoid())
 
 
 @tree
@@ -67,9 +68,9 @@ def replay_delta(
     total = since[:, -1]
     # What an update has left at the end: the decay of the accepted steps after it.
     left = torch.where(taken, total[:, None] - since, -torch.inf).exp()
-    wide = before[: keys.shape[0]].float() * total.exp()[..., None, None]
-    wide = wide + torch.einsum("rshv,rshk->rhvk", updates * left[..., None], keys)
-    return torch.cat((wide.to(before.dtype), before[keys.shape[0] :]))
+    after = wide(before[: keys.shape[0]]) * total.exp()[..., None, None]
+    after = after + torch.einsum("rshv,rshk->rhvk", updates * left[..., None], keys)
+    return torch.cat((after.to(before.dtype), before[keys.shape[0] :]))
 
 
 @op
@@ -89,14 +90,16 @@ def gated_delta_rule(
     """Outputs of every token, and the state after each row's last one (the recurrence, token by token).
 
     Slots are rows plus one scratch slot, the last. With `keep_steps` the old state and a trail are returned instead.
-    `state=None` starts from zeros and keeps nothing. The state is carried in float32 and stored in its own dtype.
+    `state=None` starts from zeros and keeps nothing. The state is carried in float32, or in float64
+    where any argument is, and stored in its own dtype.
     """
-    rows_of = (to_rectangle(x.float(), query_start, max_query, uniform) for x in (q, k, v, decay, beta))
+    dtype = wide_dtype(q, k, v, decay, beta, state)
+    rows_of = (to_rectangle(x.to(dtype), query_start, max_query, uniform) for x in (q, k, v, decay, beta))
     q3, k3, v3, g, b = rows_of
     shared = v.shape[1] // k.shape[1]
     q3, k3 = q3.repeat_interleave(shared, 2), k3.repeat_interleave(shared, 2)
     rows = q3.shape[0]
-    before = q3.new_zeros(rows, v.shape[1], v.shape[2], k.shape[2]) if state is None else state[:rows].float()
+    before = q3.new_zeros(rows, v.shape[1], v.shape[2], k.shape[2]) if state is None else state[:rows].to(dtype)
     outputs, updates, now = [], [], before
     for step in range(max_query):
         now = now * g[:, step].exp()[..., None, None]

@@ -1,6 +1,7 @@
 """Root-mean-square norms. Four conventions coexist in the model families; each is an op of its own.
 
-In all of them the mean of squares is taken in float32 and eps is added to it, inside the reciprocal root.
+In all of them the mean of squares is taken in float32 (in float64 for float64 inputs, as all that is said to be in
+float32 here) and eps is added to it, inside the reciprocal root.
 `*_rstd` forms also return the reciprocal deviation, `add_*` forms the sum that was normalised.
 """
 
@@ -14,14 +15,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..op import op
+from .widen import wide
 
 Activation = Literal["silu", "sigmoid"]
 
 
 def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    wide = x.float()
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return wide * rstd, rstd
+    x = wide(x)
+    rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x * rstd, rstd
 
 
 @op
@@ -53,7 +55,7 @@ def gemma_rms_norm(
     x: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"], *, eps: float
 ) -> Float[Tensor, "*lead dim"]:
     """Unit root mean square times (1 + weight), all in float32, rounded once (Gemma3, Qwen3.5)."""
-    return (_normalise(x, eps)[0] * (1 + weight.float())).to(x.dtype)
+    return (_normalise(x, eps)[0] * (1 + wide(weight))).to(x.dtype)
 
 
 @op
@@ -62,7 +64,7 @@ def gemma_rms_norm_rstd(
 ) -> tuple[Float[Tensor, "*lead dim"], Float[Tensor, "*lead 1"]]:
     """`gemma_rms_norm`, and the float32 reciprocal deviation of each row."""
     unit, rstd = _normalise(x, eps)
-    return (unit * (1 + weight.float())).to(x.dtype), rstd
+    return (unit * (1 + wide(weight))).to(x.dtype), rstd
 
 
 @op
@@ -85,7 +87,7 @@ def gated_rms_norm(
 ) -> Float[Tensor, "*lead dim"]:
     """Norm first, gate second, with a rounding between: weight * cast(unit x), times act(gate) (gated delta net)."""
     scaled = weight * _normalise(x, eps)[0].to(x.dtype)
-    return (scaled.float() * activate(gate.float(), activation)).to(x.dtype)
+    return (wide(scaled) * activate(wide(gate), activation)).to(x.dtype)
 
 
 @op
@@ -98,7 +100,7 @@ def gated_rms_norm_fp32(
     activation: Activation,
 ) -> Float[Tensor, "*lead dim"]:
     """weight * unit x * act(gate), all in float32, rounded once (Kimi delta attention)."""
-    return (weight.float() * _normalise(x, eps)[0] * activate(gate.float(), activation)).to(x.dtype)
+    return (wide(weight) * _normalise(x, eps)[0] * activate(wide(gate), activation)).to(x.dtype)
 
 
 @op
@@ -107,7 +109,7 @@ def grouped_gemma_rms_norm(
 ) -> Float[Tensor, "*lead dim"]:
     """`gemma_rms_norm` with an own mean of squares for each of `groups` equal parts of the axis (Qwen4 streams)."""
     unit = _normalise(x.unflatten(-1, (groups, -1)), eps)[0].flatten(-2)
-    return (unit * (1 + weight.float())).to(x.dtype)
+    return (unit * (1 + wide(weight))).to(x.dtype)
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:

@@ -1,6 +1,6 @@
 """Rotary position embedding: angles from positions, and their application to queries and keys.
 
-Angles are computed in float32. `rotary` turns the halves of the first channels (pairs i, i + rotary_dim/2) and leaves
+Angles are computed in float32, whatever dtype they turn. `rotary` turns the halves of the first channels (pairs i, i + rotary_dim/2) and leaves
 the others as they are; `rotary_interleaved` turns neighbours (pairs 2i, 2i + 1), as multi-head latent attention does.
 """
 
@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..op import op
+from .widen import wide
 
 
 def _inverse_frequencies(rotary_dim: int, theta: float, device: torch.device) -> Tensor:
@@ -39,8 +40,8 @@ def mrope_angles(
     index = torch.arange(rotary_dim // 2, device=positions.device)
     height = (index % 3 == 1) & (index < 3 * sections[1])
     width = (index % 3 == 2) & (index < 3 * sections[2])
-    time, high, wide = positions.float()[:, :, None].unbind(0)
-    chosen = torch.where(height, high, torch.where(width, wide, time))
+    at_time, at_height, at_width = positions.float()[:, :, None].unbind(0)
+    chosen = torch.where(height, at_height, torch.where(width, at_width, at_time))
     angles = chosen * _inverse_frequencies(rotary_dim, theta, positions.device)
     return angles.cos(), angles.sin()
 
@@ -70,13 +71,13 @@ def rotary_interleaved(
     cos: Float[Tensor, "tokens half"],
     sin: Float[Tensor, "tokens half"],
 ) -> tuple[Float[Tensor, "tokens heads head_dim"], Float[Tensor, "tokens kv_heads head_dim"]]:
-    """Rotate the first 2 * half channels as complex pairs (2i, 2i + 1), in float32, keeping the pair layout."""
+    """Rotate the first 2 * half channels as complex pairs (2i, 2i + 1), in float32 or wider, keeping the pair layout."""
     cos, sin = cos[:, None], sin[:, None]
     return _rotate_pairs(q, cos, sin), _rotate_pairs(k, cos, sin)
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = 2 * cos.shape[-1]
-    even, odd = x[..., 0:width:2].float(), x[..., 1:width:2].float()
+    even, odd = wide(x[..., 0:width:2]), wide(x[..., 1:width:2])
     turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
     return torch.cat((turned.to(x.dtype), x[..., width:]), -1)

@@ -11,6 +11,7 @@ from params.tree import tree
 
 from ..op import op
 from .ragged import to_flat, to_rectangle
+from .widen import wide
 
 
 @tree
@@ -44,8 +45,8 @@ def short_conv(
     rows, width = new.shape[0], weight.shape[1]
     past = new.new_zeros(rows, width - 1, x.shape[1]) if window is None else window[:rows].to(x.dtype)
     inputs = torch.cat((past, new), 1)
-    taps = weight.float().T.contiguous()
-    y = torch.stack([inputs[:, tap : tap + max_query].float() * taps[tap] for tap in range(width)]).sum(0)
+    taps = wide(weight).T.contiguous()
+    y = torch.stack([wide(inputs[:, tap : tap + max_query]) * taps[tap] for tap in range(width)]).sum(0)
     y = to_flat(F.silu(y).to(x.dtype), query_start, x.shape[0], uniform)
     if window is None:
         return y, None, None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..ops.attention import attention, paged_attention
 from ..ops.ragged import to_flat, to_rectangle
+from ..ops.widen import wide
 from ..target import EVERY
 
 BLOCK = 64
@@ -17,7 +18,7 @@ FEW = 8
 """Queries of a row up to which keys and values are read in their own dtype, without a float32 copy of the cache."""
 
 
-@attention.kernel("torch_sdpa", targets=EVERY, batches=False)
+@attention.kernel("torch_sdpa", targets=EVERY, batches=False, forward_ad=False)
 def _rectangle(q, k, v, query_start, *, max_query, uniform, scale):
     # A row's missing cells come after its tokens, so the causal mask hides them.
     q4, k4, v4 = (to_rectangle(x, query_start, max_query, uniform).transpose(1, 2) for x in (q, k, v))
@@ -72,9 +73,9 @@ def _few(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _many(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Prefilling: blocks of queries in float32, q [kv_heads shared queries dim]."""
+    """Prefilling: blocks of queries in float32 or wider, q [kv_heads shared queries dim]."""
     queries = q.shape[2]
-    heads, keys, values = q.float() * scale, k.float().permute(1, 2, 0), v.float().transpose(0, 1)
+    heads, keys, values = wide(q) * scale, wide(k).permute(1, 2, 0), wide(v).transpose(0, 1)
     outputs = []
     for at in range(0, queries, BLOCK):
         part = heads[:, :, at : at + BLOCK]

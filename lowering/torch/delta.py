@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..ops.delta import gated_delta_rule
 from ..ops.ragged import to_flat, to_rectangle
+from ..ops.widen import wide_dtype
 from ..target import EVERY
 
 CHUNK = 32
@@ -41,11 +42,12 @@ def _refuse_step(q, k, v, decay, beta, state, query_start, *, max_query, uniform
 @gated_delta_rule.kernel("torch_step", targets=("cpu",), refuse=_refuse_step, eager=True)
 def _step(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps):
     shared = v.shape[1] // k.shape[1]
-    q, k = (x.float().repeat_interleave(shared, 1) for x in (q, k))
+    dtype = wide_dtype(q, k, v, decay, beta, state)
+    q, k = (x.to(dtype).repeat_interleave(shared, 1) for x in (q, k))
     keys_queries, overlap = torch.stack((k, q), 2), (k * q).sum(-1, keepdim=True)
-    decay, beta, values = _exp(decay)[..., None, None], beta[..., None], v.float()
+    decay, beta, values = _exp(decay.to(dtype))[..., None, None], beta.to(dtype)[..., None], v.to(dtype)
     after, out = torch.empty_like(state), torch.empty_like(values)
-    in_place = state.dtype == torch.float32
+    in_place = state.dtype == dtype
     # Row by row, so that a row's matrices stay in cache from their decay to their update.
     for row in range(v.shape[0]):
         now = F.hardshrink(state[row], SMALLEST)
@@ -70,14 +72,15 @@ def _chunked(q, k, v, decay, beta, state, query_start, *, max_query, uniform, ke
     q3, k3, v3, g, b = (to_rectangle(x, query_start, max_query, uniform) for x in (q, k, v, decay, beta))
     rows, _, v_heads, v_dim = v3.shape
     shared, k_dim = v_heads // k.shape[1], k.shape[2]
-    now = v3.new_zeros(rows * v_heads, v_dim, k_dim, dtype=torch.float32)
+    dtype = wide_dtype(q, k, v, decay, beta, state)
+    now = v3.new_zeros(rows * v_heads, v_dim, k_dim, dtype=dtype)
     if state is not None:
-        now = state[:rows].float().flatten(0, 1)
+        now = state[:rows].to(dtype).flatten(0, 1)
     outputs = []
     for at in range(0, max_query, CHUNK):
         piece = slice(at, at + CHUNK)
-        qs, ks = (_heads_first(x[:, piece], shared) for x in (q3, k3))
-        vs, gs, bs = (_heads_first(x[:, piece]) for x in (v3, g, b))
+        qs, ks = (_heads_first(x[:, piece], dtype, shared) for x in (q3, k3))
+        vs, gs, bs = (_heads_first(x[:, piece], dtype) for x in (v3, g, b))
         out, now = _chunk(qs, ks, vs, gs, bs, now)
         outputs.append(out.unflatten(0, (rows, v_heads)).transpose(1, 2).to(v.dtype))
     out = to_flat(torch.cat(outputs, 1), query_start, v.shape[0], uniform)
@@ -87,9 +90,9 @@ def _chunked(q, k, v, decay, beta, state, query_start, *, max_query, uniform, ke
     return out, torch.cat((now.view(rows, *state.shape[1:]).to(state.dtype), state[rows:])), None
 
 
-def _heads_first(x: Tensor, shared: int = 1) -> Tensor:
-    """[rows tokens heads ...] to float32 [rows * heads * shared tokens ...], in one copy where heads are not shared."""
-    x = x.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+def _heads_first(x: Tensor, dtype: torch.dtype, shared: int = 1) -> Tensor:
+    """[rows tokens heads ...] to `dtype` [rows * heads * shared tokens ...], one copy where heads are not shared."""
+    x = x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
     return (x if shared == 1 else x.repeat_interleave(shared, 1)).flatten(0, 1)
 
 
@@ -98,7 +101,7 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, state: Tensor)
     tokens = k.shape[1]
     c = g.cumsum(1)
     earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=k.device).tril(-1)
-    one = torch.eye(tokens, device=k.device)
+    one = torch.eye(tokens, dtype=k.dtype, device=k.device)
     # The diagonal is a constant 0: its gradient would cancel, but only after swamping gradients of strong decays.
     spread = _exp(torch.where(earlier, c[:, :, None] - c[:, None, :], one.log()))
     keys_queries = torch.cat((k, q), 1)

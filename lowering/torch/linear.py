@@ -50,7 +50,10 @@ def _has_bf16() -> bool:
 
 def _refuse(x, weight) -> str | None:
     if not isinstance(weight, PackedWeight):
-        return "takes a packed weight; lowering.prepare(params) packs them"
+        smallest = SMALLEST.get(weight.dtype)
+        if smallest is None:
+            return f"takes a packed weight; lowering.prepare(params) packs none of {weight.dtype}"
+        return f"takes a packed weight; lowering.prepare(params) packs those of {smallest} elements or more"
     return None if x.dtype == weight.dtype else f"x is {x.dtype} and the weight was packed as {weight.dtype}"
 
 

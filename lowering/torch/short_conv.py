@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..ops.ragged import to_flat, to_rectangle
 from ..ops.short_conv import short_conv, window_after, with_scratch
+from ..ops.widen import wide_dtype
 from ..target import EVERY
 
 BLOCK = 2**18
@@ -25,7 +26,7 @@ def _blocked(x, weight, window, query_start, *, max_query, uniform, keep_steps):
     past = weight.shape[1] - 1
     before = new.new_zeros(rows, past, channels) if window is None else window[:rows].to(x.dtype)
     step = max(past, BLOCK // max(rows * channels, 1))
-    taps = weight.float().T.contiguous().unbind()
+    taps = weight.to(wide_dtype(x, weight)).T.contiguous().unbind()
     blocks = [_convolved(torch.cat((before, new[:, :step]), 1), taps)]
     blocks += [_convolved(new[:, at - past : at + step], taps) for at in range(step, max_query, step)]
     y = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
@@ -41,7 +42,7 @@ def _blocked(x, weight, window, query_start, *, max_query, uniform, keep_steps):
 
 def _convolved(inputs: Tensor, taps: tuple[Tensor, ...]) -> Tensor:
     """inputs [rows past+tokens channels], taps [width] of [channels]."""
-    wide = inputs.float()
+    wide = inputs.to(taps[0].dtype)
     tokens = wide.shape[1] - len(taps) + 1
     y = wide[:, :tokens] * taps[0]
     for at, tap in enumerate(taps[1:], 1):

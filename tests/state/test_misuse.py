@@ -226,11 +226,61 @@ def test_the_same_tokens_at_other_rotary_positions_are_another_continuation(one:
         advance(one, first, [[1], []])
 
 
-def test_a_fork_of_a_stale_state_is_stale(one: Pair, state: fm.State) -> None:
+@pytest.mark.parametrize("take", [fm.fork, fm.select])
+def test_rows_of_a_stale_state_cannot_be_taken(one: Pair, state: fm.State, take: Callable[..., fm.State]) -> None:
     _, first = advance(one, state, [[5], []])
     advance(one, state, [[6], []])
-    with pytest.raises(fm.StaleStateError, match="row 1"):
-        advance(one, fm.fork(first, [1, 0]), [[], [1]])
+    with pytest.raises(fm.StaleStateError, match="row 0"):
+        take(first, [1, 0])
+
+
+def test_a_state_of_another_model(one: Pair) -> None:
+    layers = one.config.num_hidden_layers
+    kinds = list(one.config.layer_types)
+    for others, message in (
+        ([*kinds, "full_attention"], f"the state has entries for {layers + 1} layers, the parameters have {layers}"),
+        (kinds[:-1], f"the state has entries for {layers - 1} layers, the parameters have more"),
+        (kinds[::-1], "the state's entry for layer 0 is"),
+    ):
+        other = fm.build({**one.model.config_json, "num_hidden_layers": len(others), "layer_types": others})
+        with refuses(fm.StateError, message):
+            advance(one, other.init_state(1, 8), [[1]])
+
+
+def test_a_batch_made_by_hand_says_how_long_its_rows_are() -> None:
+    tokens, ends = torch.arange(6), torch.tensor([0, 4, 6], dtype=torch.int32)
+    with refuses(TypeError, "max_query"):
+        fm.Batch(tokens, ends)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("hints", "message"),
+    [
+        ({"max_query": 4, "uniform": True}, "the batch says uniform, 2 rows of 4 tokens, and holds 6 tokens"),
+        ({"max_query": 4, "counts": (4, 3)}, "counts [4, 3] do not fit its 6 tokens and max_query=4"),
+        ({"max_query": 3, "counts": (4, 2)}, "counts [4, 2] do not fit its 6 tokens and max_query=3"),
+    ],
+)
+def test_hints_that_contradict_a_batch(one: Pair, hints: dict[str, Any], message: str) -> None:
+    batch = fm.Batch(torch.arange(6), torch.tensor([0, 4, 6], dtype=torch.int32), **hints)
+    with refuses(ValueError, message):
+        one.model.forward(one.params, None, batch)
+
+
+def test_a_wrong_output_name_takes_no_pages(one: Pair) -> None:
+    state = one.model.init_state(1, 16, page_size=4, pages=4)
+    for wrong, message in (["nope"], "no such value"), ("layers.0", "give a list of names"):
+        with refuses(ValueError, message):
+            advance(one, state, [[1, 2]], outputs=wrong)
+    assert state.host.leases[0].pool.free == 4
+
+
+def test_merged_rows_that_do_not_fit_the_heads(one: Pair) -> None:
+    index = next(i for i, kind in enumerate(one.config.layer_types) if kind == "full_attention")
+    path = f"layers.{index}.attn.qkv.weight"
+    narrow = params.put(one.params, path, params.at(one.params, path)[1:])
+    with refuses(ValueError, "qkv.weight has"):
+        one.model.forward(narrow, None, fm.Batch.from_lists([[1, 2]]))
 
 
 def test_the_same_continuation_twice_is_not_stale(one: Pair, state: fm.State) -> None:
