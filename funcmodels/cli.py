@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 
 import torch
 from rich.console import Console
@@ -101,16 +102,15 @@ def _add_lower(parser: argparse.ArgumentParser) -> None:
 def _generate(args: argparse.Namespace) -> int:
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
     _check_device(args.device)
-    prompt = args.prompt
-    if prompt is None:
-        prompt = PROMPT
-        print(f"no --prompt given; continuing this piece of Python:\n\n{prompt}", file=sys.stderr)
+    prompt = PROMPT if args.prompt is None else args.prompt
     model, params = load(args.model, dtype=DTYPES.get(args.dtype), device=args.device)
     params = lowering.prepare(params)
     clock = [time.perf_counter()]
 
     def show(event: Event) -> None:
         clock.append(time.perf_counter())
+        if len(clock) == 2 and args.prompt is None:
+            print(f"no --prompt given; continuing this piece of Python:\n\n{prompt}", file=sys.stderr, flush=True)
         print(event.text, end="", flush=True)
 
     with lowering.record() as report:
@@ -133,9 +133,16 @@ def _speed(phase: str, tokens: int, seconds: float) -> str:
 
 
 def _check_device(device: str) -> None:
+    kind = device.split(":")[0]
+    if kind == "meta":
+        raise ValueError(f"device {device!r} holds shapes without values, so nothing can run; give another")
+    if kind == "npu" and find_spec("torch_npu") is None:
+        raise ValueError(
+            f'device {device!r} cannot be used here: torch_npu is missing; pip install "funcmodels[npu]", and CANN'
+        )
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise ValueError(f"device {device!r} cannot be used here: {error}") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -53,7 +54,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is tuple:
         return isinstance(value, (list, tuple)) and all(_fits(item, get_args(kind)[0]) for item in value)
     if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, kind)
@@ -62,4 +63,4 @@ def _fits(value: Any, kind: Any) -> bool:
 def _called(kind: Any) -> str:
     if get_origin(kind) is tuple:
         return f"a list of {get_args(kind)[0].__name__}"
-    return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[kind]
+    return {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}[kind]

@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from .batch import Batch
-from .model import Model
+from .model import Model, at_least_one
 from .rows import release, select
 from .sampling import RowSampling, Sampling, sample
 from .state import State
@@ -30,13 +31,25 @@ Prompt = Sequence[int] | str
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and when to stop: after `max_new_tokens`, at a token of `eos`, or where the text has a `stop` string."""
+    """A prompt and when to stop: after `max_new_tokens`, at a token of `eos`, or where the text has a `stop` string.
+
+    Raises `TypeError` for a field of another type, `ValueError` for `max_new_tokens` below 1.
+    """
 
     prompt: tuple[int, ...]
     max_new_tokens: int
     sampling: Sampling = Sampling()
     eos: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        at_least_one("max_new_tokens", self.max_new_tokens)
+        _ids("prompt", self.prompt)
+        _ids("eos", self.eos)
+        if not isinstance(self.sampling, Sampling):
+            raise TypeError(f"sampling must be a Sampling, found {self.sampling!r}")
+        if isinstance(self.stop, str) or _strings(self.stop) is None:
+            raise TypeError(f"stop must be a tuple of strings, found {self.stop!r}")
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,8 @@ def generate(
     `rows` prompts (8 by default) run at a time, and prefill takes `chunk` tokens a row and round. `stream` is called
     with each event. A prompt's tokens depend on its own number, settings and text; on others only through rounding.
 
-    Raises `ValueError` before any work for a prompt that is empty, too long or out of the vocabulary.
+    Raises `ValueError` before any work for a prompt that is empty, too long or out of the vocabulary, and `TypeError`
+    for an argument of another type.
     """
     if draft not in (None, "none"):
         raise ValueError(f"generate: drafts are not there yet, found draft={draft!r}; leave draft out")
@@ -114,7 +128,9 @@ def requests_of(
     if len(each) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts and {len(each)} samplings were given; give one, or one a prompt")
     ends = _eos(model, eos)
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    stops = (stop,) if isinstance(stop, str) else _strings(stop)
+    if stops is None:
+        raise TypeError(f"stop must be a string or a list of strings, found {stop!r}; leave it out for none")
     return [
         Request(_tokens(model, index, prompt), max_new_tokens, one, ends, stops)
         for index, (prompt, one) in enumerate(zip(prompts, each, strict=True))
@@ -134,9 +150,8 @@ def serve(
 
     Noise is keyed by a request's number, so a request gives the same tokens whatever runs beside it.
     """
-    for name, value in (("rows", rows), ("chunk", chunk)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, found {value}")
+    for name, value in (("rows", 8 if rows is None else rows), ("chunk", chunk), ("page_size", page_size)):
+        at_least_one(name, value)
     for index, request in enumerate(requests):
         _check(model, index, request)
     return _rounds(model, params, list(requests), min(rows or 8, len(requests)), page_size, chunk)
@@ -149,7 +164,7 @@ def _tokens(model: Model, index: int, prompt: Prompt) -> tuple[int, ...]:
         if tokenizer is None:
             raise ValueError(f"prompt {index} is a string, and this model has no tokenizer; give a list of token ids")
         prompt = tokenizer.encode(prompt)
-    tokens = tuple(int(token) for token in prompt)
+    tokens = _ids(f"prompt {index}", prompt)
     if tokens:
         return tokens
     bos = tokenizer.bos if tokenizer is not None else next(iter(special_ids("bos", model.config_json)), None)
@@ -161,14 +176,28 @@ def _tokens(model: Model, index: int, prompt: Prompt) -> tuple[int, ...]:
 def _eos(model: Model, eos: int | Sequence[int] | None) -> tuple[int, ...]:
     if eos is None:
         return special_ids("eos", model.config_json) if model.tokenizer is None else model.tokenizer.eos
-    return (eos,) if isinstance(eos, int) else tuple(eos)
+    return _ids("eos", eos if isinstance(eos, Iterable) else [eos])
+
+
+def _ids(name: str, given: Any) -> tuple[int, ...]:
+    """Token ids as integers. `TypeError` for anything that would have to be rounded or read as text."""
+    try:
+        return tuple(map(operator.index, given))
+    except TypeError:
+        raise TypeError(f"{name} must be a list of integer token ids, found {given!r:.100}") from None
+
+
+def _strings(given: Any) -> tuple[str, ...] | None:
+    """What is given as a tuple, None if it is no collection of strings."""
+    if not isinstance(given, Iterable):
+        return None
+    found = tuple(given)
+    return found if all(isinstance(one, str) for one in found) else None
 
 
 def _check(model: Model, index: int, request: Request) -> None:
     """`ValueError` for a request that cannot be run to its end."""
     vocab, room, prompt = model.config.vocab_size, model.config.max_position_embeddings, request.prompt
-    if request.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, found {request.max_new_tokens}")
     if not prompt:
         raise ValueError(f"prompt {index} is empty; give at least one token")
     outside = [token for token in prompt if not 0 <= token < vocab]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,13 +85,15 @@ class Model:
         price of a host read a forward.
         """
         for name, value in (("rows", rows), ("max_len", max_len), ("page_size", page_size), ("pages", pages)):
-            if value is not None and value < 1:
-                raise ValueError(f"init_state: {name} must be at least 1, found {value}")
+            if value is not None or name != "pages":
+                at_least_one(f"init_state: {name}", value)
         device = torch.device("cpu" if device is None else device)
         owned = pages is None
         pool = PagePool(rows * -(-max_len // page_size) if pages is None else pages, owned)
         kinds = (dtype or torch.get_default_dtype(), recurrent_dtype or torch.float32)
         for kind in kinds:
+            if not isinstance(kind, torch.dtype):
+                raise TypeError(f"init_state: dtype and recurrent_dtype must be a torch.dtype, found {kind!r}")
             if not kind.is_floating_point:
                 raise ValueError(f"init_state: a state holds floating-point values, found dtype {kind}")
         layers = self.family.init_entries(self.config, rows, pool.pages, page_size, *kinds, device)
@@ -124,13 +127,23 @@ class Model:
         )
 
 
+def at_least_one(name: str, value: Any) -> None:
+    """`TypeError` for a `value` that is not an integer, `ValueError` for one below 1."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, found {value!r}") from None
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, found {value}")
+
+
 def build(config: Mapping[str, Any] | str | Path) -> Model:
     """A model without weights, from a config dictionary, a `config.json`, or a directory that holds one."""
     if not isinstance(config, Mapping):
         path = Path(config)
         config = checkpoints.read_config(path.parent if path.name == "config.json" else path)
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"model_type {kind!r} is not a known architecture; known: {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     return Model(family, family.read_config(config), dict(config))

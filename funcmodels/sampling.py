@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -36,13 +37,20 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        def number(name: str) -> bool:
+            return isinstance(getattr(self, name), Real)
+
         wrong = [
             f"{name} must be {wanted}, found {getattr(self, name)!r}"
             for name, wanted, fits in (
-                ("temperature", "0 (greedy) or a positive number", 0 <= self.temperature < math.inf),
+                (
+                    "temperature",
+                    "0 (greedy) or a positive number",
+                    number("temperature") and 0 <= self.temperature < math.inf,
+                ),
                 ("top_k", "0 (off) or a positive integer", isinstance(self.top_k, int) and 0 <= self.top_k < 2**31),
-                ("top_p", "above 0 and at most 1 (off)", 0 < self.top_p <= 1),
-                ("min_p", "in 0 (off)..1", 0 <= self.min_p <= 1),
+                ("top_p", "above 0 and at most 1 (off)", number("top_p") and 0 < self.top_p <= 1),
+                ("min_p", "in 0 (off)..1", number("min_p") and 0 <= self.min_p <= 1),
                 ("seed", "an integer of 64 bits", isinstance(self.seed, int) and -(2**63) <= self.seed < 2**63),
             )
             if not fits

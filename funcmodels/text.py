@@ -59,7 +59,16 @@ class Tokenizer:
         return tokens
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, with the special tokens that the checkpoint puts around it, if any."""
+        """The ids of `text`, with the special tokens that the checkpoint puts around it, if any.
+
+        `ValueError` for half of a surrogate pair, which is what Python makes of bytes that are not UTF-8.
+        """
+        broken = next((at for at, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
+        if broken is not None:
+            raise ValueError(
+                f"the text is not Unicode: character {broken} is {text[broken]!r}, as from bytes that are not UTF-8; "
+                "give text in UTF-8"
+            )
         return self._tokens.encode(text).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -74,7 +83,7 @@ def special_ids(name: str, config: Mapping[str, Any]) -> tuple[int, ...]:
     if found is None:
         found = (config.get("text_config") or {}).get(key)
     ids = [] if found is None else found if isinstance(found, list) else [found]
-    if not all(isinstance(token, int) for token in ids):
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise ConfigError(f"{key} must be an integer or a list of integers, found {found!r}")
     return tuple(ids)
 

@@ -49,6 +49,7 @@ class Kernel:
     limit in it. `host_reads` marks a kernel that reads tensor values on the host: it is refused while a program is
     being traced or mapped. `batches=False` marks one whose operators have no batching rule: it is refused under vmap.
     `forward_ad=False` marks one whose operators have no forward derivative: it is refused under jvp.
+    `differentiable=False` marks one whose operators have no derivative at all: it is refused under gradients too.
     `eager=True` marks one that writes in place and loops to spare memory passes: it is refused where anything records
     or maps the operators (tracing, function transforms, gradients).
     `prepare(weight)` makes, once, the weight layout that the kernel wants, or returns None for a weight it leaves.
@@ -61,6 +62,7 @@ class Kernel:
     host_reads: bool = False
     batches: bool = True
     forward_ad: bool = True
+    differentiable: bool = True
     eager: bool = False
     prepare: Callable[[Any], Any] | None = None
 
@@ -120,7 +122,7 @@ class Op:
         key = _key(mode.key, _surroundings(), args, kwargs)
         choice = self._choices.get(key) or self._first(key, mode, args, kwargs)
         kernel = choice.kernel
-        if kernel.eager and _records_gradients(args):
+        if (kernel.eager or not kernel.differentiable) and _records_gradients(args):
             key = _key(mode.key, "autograd", args, kwargs)
             choice = self._choices.get(key) or self._first(key, mode, args, kwargs)
             kernel = choice.kernel
@@ -131,8 +133,7 @@ class Op:
         return kernel.run(*args, **kwargs)
 
     def _dry_run(self, key: tuple[Any, ...], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The result without values. It depends on the signature alone, so `run` goes once a signature: a model's
-        layers repeat a few."""
+        """The result without values: it depends on the signature alone, and a model's layers repeat a few of those."""
         if key not in self._dry_results:
             self._dry_results[key] = tree.map(_Empty.like, run(*args, **kwargs))
         return tree.map(lambda leaf: leaf.made() if isinstance(leaf, _Empty) else leaf, self._dry_results[key])
@@ -151,6 +152,7 @@ class Op:
         host_reads: bool = False,
         batches: bool = True,
         forward_ad: bool = True,
+        differentiable: bool = True,
         eager: bool = False,
         prepare: Callable[[Any], Any] | None = None,
     ) -> Callable[[F], F]:
@@ -163,7 +165,9 @@ class Op:
                 raise LoweringError(
                     f"{self.name}: kernel {name!r} takes {inspect.signature(run)}, the op takes {self.signature}"
                 )
-            added = Kernel(name, run, targets, refuse, host_reads, batches, forward_ad, eager, prepare)
+            added = Kernel(
+                name, run, targets, refuse, host_reads, batches, forward_ad, differentiable, eager, prepare
+            )  # fmt: skip
             reference = self.kernels.pop(REFERENCE)
             self.kernels |= {name: added, REFERENCE: reference}
             self._choices.clear()
@@ -220,6 +224,8 @@ def _refusal(kernel: Kernel, target: Target, surroundings: str, args: Any, kwarg
         return "has no batching rule, so it is left out under vmap"
     if not kernel.forward_ad and "jvp" in levels:
         return "has no forward derivative, so it is left out under jvp"
+    if not kernel.differentiable and surroundings in _DIFFERENTIATED[1:]:
+        return f"has no derivative, so it is left out under {surroundings}"
     return None if kernel.refuse is None else kernel.refuse(*args, **kwargs)
 
 

@@ -25,7 +25,10 @@ class PreparedWeight:
 def prepare(params: T, target: str | Target | None = None) -> T:
     """The same parameters with each weight in the layout of the first kernel that wants one on `target`.
 
-    The result computes the same function and cannot be saved, cast or differentiated: keep the plain tree for that.
+    The result is for inference: keep the plain tree to save, cast, move, deepcopy or train. Nothing here checks for
+    these: saving, casts and arithmetic on a prepared weight raise Torch's own errors (`NotImplementedError` or
+    `RuntimeError` about opaque or MKL-DNN tensors). Under gradients and function transforms its op raises
+    `LoweringError`. Weights too small to gain, or of a dtype that no kernel packs, stay plain.
     `target` defaults to the weight's own device.
     """
     chosen = None if target is None else targets.named(target)

@@ -2,7 +2,7 @@
 
     headers = params.tensor_names(directory)                 # names, shapes, dtypes; no weights
     tree = params.load(directory, spec, names, dtype=torch.bfloat16)
-    params.save(tree, directory, spec, names, config)        # transformers loads it
+    params.save(tree, directory, spec, names, config)        # transformers loads it; no tokenizer
     tree = params.init(spec, seed=0)
 
 `spec` is the parameter tree of a model with a `TensorSpec` at every leaf, `names` the table of its family

@@ -110,7 +110,8 @@ def tensor_names(directory: str | Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint under its own name, from the files' headers alone.
 
     With a `*.safetensors.index.json` the files it names count and no others; without one, all `*.safetensors` of the
-    directory do. `CheckpointError` for a broken index or header, missing files, and names that stand in two files.
+    directory do. `CheckpointError` for a broken index or header, an index that leaves out a tensor of its files or has
+    one that they lack, missing files, and names that stand in two files.
     """
     directory = Path(directory)
     index = _read_index(directory)
@@ -171,6 +172,9 @@ def _loose_files(directory: Path) -> list[str]:
 
 def _check_index(directory: Path, index: dict[str, str], found: dict[str, StoredTensor]) -> None:
     wrong = [f"{name} (not in {file})" for name, file in index.items() if _home(found, name) != file]
+    wrong += [
+        f"{name} (in {stored.file.name}, not in the index)" for name, stored in found.items() if name not in index
+    ]
     if wrong:
         raise CheckpointError(f"{directory}: the index and the files disagree: {_listed(wrong)}; download them again")
 

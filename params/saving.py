@@ -28,7 +28,9 @@ def save(
     """Write a parameter tree as a Hugging Face checkpoint; returns the directory.
 
     `config.json` is `config` with the dtype that is saved. With a nested `text_config` the tensors get the wrapper's
-    names, else the text-only class's. More than `max_shard_bytes` becomes several files and an index.
+    names, else the text-only class's. More than `max_shard_bytes` becomes several files and an index. Only weights and
+    `config.json` are written: copy `tokenizer.json` and `generation_config.json`, with their kin, from the checkpoint
+    that the tree came from, or the copy takes and gives token ids only.
 
     A directory with other weights is refused: only files of the very names that are written are replaced. Everything
     is written under hidden temporary names first, then renamed.

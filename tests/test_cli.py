@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -100,7 +101,8 @@ MISTAKES = [
     (["--draft", "mtp"], "drafts are not there yet"), (["--max-new-tokens", 0], "max_new_tokens must be at least 1"),
     (["--max-new-tokens", 500], "do not fit in the 128 positions"), (["--prompt", ""], "prompt 0 is empty"),
     (["--device", "cuda:9999"], "device 'cuda:9999' cannot be used here"), (["--device", "x"], "device 'x' cannot"),
-    (["--model", "nowhere"], "no directory nowhere"),
+    (["--model", "nowhere"], "no directory nowhere"), (["--prompt", "a\udc80"], "character 1 is '.*as from bytes that"),
+    (["--device", "meta"], "device 'meta' holds shapes without values"),
 ]  # fmt: skip
 
 
@@ -110,10 +112,39 @@ def test_mistakes_are_one_message_and_exit_code_2(
 ) -> None:
     found = run("generate", "--model", directory, "--prompt", "x", *flags)
     assert (found.code, found.out) == (2, "")
-    assert found.err.startswith("funcmodels generate: ") and message in found.err
+    assert found.err.startswith("funcmodels generate: ") and re.search(message, found.err)
     assert "Traceback" not in found.err
     with pytest.raises((ValueError, OSError), match=message):
         cli.main([str(word) for word in ("generate", "--model", directory, "--prompt", "x", *flags, "--traceback")])
+
+
+def test_a_mistake_is_told_without_the_default_prompt(
+    run: Callable[..., Run], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "BUNDLED", directory)
+    for flags in (["--max-new-tokens", 0], ["--draft", "mtp"], ["--device", "x"]):
+        found = run("generate", *flags)
+        assert found.code == 2 and found.err.count("\n") == 1 and found.err.startswith("funcmodels generate: ")
+
+
+@pytest.mark.parametrize("device", ["npu", "npu:1"])
+def test_an_npu_needs_its_extra(
+    device: str, run: Callable[..., Run], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda _: None)
+    found = run("generate", "--model", directory, "--prompt", "x", "--device", device)
+    assert found.code == 2 and 'pip install "funcmodels[npu]", and CANN' in found.err
+
+
+@pytest.mark.parametrize("command", ["inspect {}", "generate --model {}", "lower --target cpu --model {}"])
+def test_a_config_without_a_known_architecture(
+    command: str, run: Callable[..., Run], directory: Path, tmp_path: Path
+) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": ["qwen3_5_text"]}))
+    (tmp_path / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
+    found = run(*command.format(tmp_path).split())
+    assert found.code == 2 and "model_type ['qwen3_5_text'] is not a known architecture" in found.err
 
 
 @pytest.mark.parametrize("argv", ["", "generate --top-k x", "lower", "nonsense", "generate --dtype int8"])

@@ -222,6 +222,7 @@ REFUSED = [
     ({"stop": ""}, "stop string is empty"),
     ({"rows": 0}, "rows must be at least 1, found 0"),
     ({"chunk": -1}, "chunk must be at least 1, found -1"),
+    ({"page_size": 0}, "page_size must be at least 1, found 0"),
 ]  # fmt: skip
 
 
@@ -229,6 +230,52 @@ REFUSED = [
 def test_mistakes_are_found_before_any_work(given: dict[str, Any], message: str, loaded: tuple[fm.Model, Any]) -> None:
     with pytest.raises(ValueError, match=message):
         fm.generate(loaded[0], None, **{"prompts": [[1], [2]], **given})
+
+
+WRONG_TYPES = [
+    ({"prompts": [[1], [1.7, 2.2]]}, r"prompt 1 must be a list of integer token ids, found \[1.7, 2.2\]"),
+    ({"prompts": [[1], 2.5]}, "prompt 1 must be a list of integer token ids, found 2.5"),
+    ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer, found 2.5"),
+    ({"max_new_tokens": None}, "max_new_tokens must be an integer, found None"),
+    ({"rows": 1.0}, "rows must be an integer, found 1.0"),
+    ({"page_size": "8"}, "page_size must be an integer, found '8'"),
+    ({"stop": None}, "stop must be a string or a list of strings, found None"),
+    ({"stop": ["x", 3]}, r"stop must be a string or a list of strings, found \['x', 3\]"),
+    ({"eos": 2.0}, r"eos must be a list of integer token ids, found \[2.0\]"),
+    ({"eos": "end"}, "eos must be a list of integer token ids, found 'end'"),
+    ({"sampling": [0.8, 0.8]}, "sampling must be a Sampling, found 0.8"),
+]
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize(("given", "message"), WRONG_TYPES)
+def test_wrong_types_are_named(given: dict[str, Any], message: str, loaded: tuple[fm.Model, Any]) -> None:
+    with pytest.raises(TypeError, match=message):
+        fm.generate(loaded[0], None, **{"prompts": [[1], [2]], **given})
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prompt": "abc"}, "prompt must be a list of integer token ids, found 'abc'"),
+        ({"prompt": (1.5,)}, "prompt must be a list of integer token ids"),
+        ({"eos": 3}, "eos must be a list of integer token ids, found 3"),
+        ({"stop": "end"}, "stop must be a tuple of strings, found 'end'"),
+        ({"sampling": None}, "sampling must be a Sampling, found None"),
+    ],
+)
+def test_requests_of_wrong_types(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        fm.Request(**{"prompt": (1,), "max_new_tokens": 2, **given})
+
+
+@pytest.mark.plain
+def test_ids_and_ends_of_other_integer_types(loaded: tuple[fm.Model, Any]) -> None:
+    ids: Any = torch.tensor([5, 6])
+    plain = fm.generate(*loaded, [[5, 6]], 3, eos=[])
+    assert tokens(fm.generate(*loaded, [list(ids), list(ids.numpy())], 3, eos=[])) == tokens(plain) * 2
+    assert fm.requests_of(loaded[0], [[5]], 3, eos=ids.numpy()[0])[0].eos == (5,)
 
 
 def test_a_prompt_that_just_fits(loaded: tuple[fm.Model, Any]) -> None:

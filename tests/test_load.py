@@ -64,6 +64,11 @@ def test_padding_and_truncation_in_the_file_are_left_aside(directory: Path, tmp_
     assert (found.eos, found.bos) == ((5,), 6)
 
 
+def test_text_that_is_not_unicode(directory: Path) -> None:
+    with pytest.raises(ValueError, match=r"character 2 is '\\udcff', as from bytes that are not UTF-8"):
+        Tokenizer.of(directory, {}).encode("ab\udcffc")
+
+
 @pytest.mark.parametrize("content", ["{", "{}", "[]", ""])
 def test_a_broken_tokenizer_names_its_file(content: str, directory: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
@@ -77,6 +82,8 @@ def test_a_broken_tokenizer_names_its_file(content: str, directory: Path, tmp_pa
         ("generation_config.json", "{", "generation_config.json cannot be read"),
         ("generation_config.json", "[]", "holds a list, expected an object"),
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id must be an integer or a list"),
+        ("generation_config.json", '{"eos_token_id": true}', "eos_token_id must be an integer .*, found True"),
+        ("generation_config.json", '{"bos_token_id": [false]}', "bos_token_id must be an integer or a list"),
     ],
 )
 def test_a_broken_generation_config(name: str, content: str, message: str, tmp_path: Path) -> None:

@@ -256,6 +256,9 @@ BAD = [
     ({"temperature": -0.1}, "temperature"), ({"temperature": math.nan}, "temperature"),
     ({"temperature": math.inf}, "temperature"), ({"top_k": -1}, "top_k"),
     pytest.param({"top_k": 2.5}, "top_k", marks=pytest.mark.plain),
+    pytest.param({"temperature": "0.8"}, "temperature", marks=pytest.mark.plain),
+    pytest.param({"top_p": None}, "top_p", marks=pytest.mark.plain),
+    pytest.param({"min_p": "0"}, "min_p", marks=pytest.mark.plain),
     ({"top_p": 0.0}, "top_p"), ({"top_p": 1.01}, "top_p"), ({"top_p": math.nan}, "top_p"), ({"min_p": -0.1}, "min_p"),
     ({"min_p": 1.5}, "min_p"), ({"seed": 2**63}, "seed"), pytest.param({"seed": 0.5}, "seed", marks=pytest.mark.plain),
 ]  # fmt: skip

@@ -11,6 +11,9 @@ from typing import Any
 
 from .. import config as configs
 
+MROPE_SECTION = (11, 11, 10)
+"""What transformers takes where a config has none: for 64 rotary channels, cut where there are fewer."""
+
 
 @dataclass(frozen=True)
 class Qwen35Config:
@@ -51,14 +54,20 @@ class Qwen35Config:
 def read_config(given: Mapping[str, Any]) -> Qwen35Config:
     """The text model's config, from a text or a vision-language `config.json`. Raises `ConfigError`."""
     text = {**given, **configs.section(given, "text_config")}
-    rope = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
+    rope = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": list(MROPE_SECTION)}
     rope |= {name: text[name] for name in rope if text.get(name) is not None}
-    rope |= configs.section(text, "rope_parameters") or configs.section(text, "rope_scaling")
+    rope |= next(iter(_rope_sections(text).values()), {})
     fields = {"layer_types": _layer_types(text), **{k: v for k, v in text.items() if v is not None}, **rope}
     sizes = _MOE_SIZES if "moe" in str(text.get("model_type")) else ("intermediate_size",)
     config = configs.read(Qwen35Config, fields, required=sizes)
     _check(config, fields, sizes)
     return config
+
+
+def _rope_sections(given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The sections that hold rotary fields, by name, without empty ones: the present spelling and the older one."""
+    found = {name: configs.section(given, name) for name in ("rope_parameters", "rope_scaling")}
+    return {name: section for name, section in found.items() if section}
 
 
 def _layer_types(given: Mapping[str, Any]) -> list[str]:
@@ -108,14 +117,34 @@ def _feed_forward_rules(
 
 
 def _rotary_rules(config: Qwen35Config, given: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    dim, kind, sections = config.rotary_dim, given.get("rope_type", given.get("type", "default")), config.mrope_section
+    dim, sections = config.rotary_dim, config.mrope_section
     yield (
         0 < dim <= config.head_dim and dim % 2 == 0,
         f"partial_rotary_factor {config.partial_rotary_factor} gives {dim} rotary channels of {config.head_dim}; "
         "an even number in 2..head_dim is needed",
     )
     yield len(sections) == 3, f"mrope_section must have three parts, found {list(sections)}"
-    yield kind == "default", f"rope_type {kind!r} is not supported; only default is"
+    yield min(sections, default=0) >= 0, f"mrope_section must not have negative parts, found {list(sections)}"
+    yield (
+        sections == MROPE_SECTION or sum(sections) <= dim // 2,
+        f"mrope_section {list(sections)} adds up to {sum(sections)}, more than half of the {dim} rotary channels",
+    )
+    yield from _rope_section_rules(_rope_sections(given))
+
+
+def _rope_section_rules(found: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[bool, str]]:
+    for name, section in found.items():
+        kinds = [section[key] for key in ("rope_type", "type") if key in section]
+        other = next((kind for kind in kinds if kind != "default"), "default")
+        yield other == "default", f"{name}: rope_type {other!r} is not supported; only default is"
+        interleaved = section.get("mrope_interleaved")
+        yield interleaved in (None, True), f"{name}: mrope_interleaved {interleaved!r} is not supported; only true is"
+    # transformers lets rope_scaling replace rope_parameters; which of two the model was trained with is not guessed
+    yield (
+        len(found) < 2 or found["rope_parameters"] == found["rope_scaling"],
+        "rope_parameters and rope_scaling are both given and differ; remove the one that does not hold: "
+        + " and ".join(f"{name}={dict(section)}" for name, section in found.items()),
+    )
 
 
 _MOE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ..errors import LoweringError
 from ..op import op
 from ..weights import PreparedWeight
 
@@ -14,8 +15,17 @@ from ..weights import PreparedWeight
 def linear(
     x: Float[Tensor, "*lead inputs"], weight: Float[Tensor, "outputs inputs"] | PreparedWeight
 ) -> Float[Tensor, "*lead outputs"]:
-    """x @ weight.T. The weight may also be a prepared one (see `lowering.prepare`), whose kernel knows its layout."""
-    assert isinstance(weight, Tensor)
+    """x @ weight.T. The weight may also be a prepared one (see `lowering.prepare`), whose kernel knows its layout.
+
+    Raises `LoweringError` for a prepared weight where its kernel is refused: under gradients and function transforms,
+    for x of another dtype, for another target.
+    """
+    if not isinstance(weight, Tensor):
+        raise LoweringError(
+            f"linear: the weight is a {type(weight).__name__}, which only the kernel it was prepared for can read, and "
+            "that kernel is refused here (gradients, function transforms, another dtype or target); use the plain "
+            "parameters, or see lowering.OPS['linear'].explain(x, weight).refused"
+        )
     return F.linear(x, weight)
 
 

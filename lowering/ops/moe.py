@@ -17,7 +17,8 @@ def route_softmax(
 ) -> tuple[Float[Tensor, "tokens choices"], Int[Tensor, "tokens choices"]]:
     """The `top_k` experts of each token and their weights (Qwen3.5-MoE).
 
-    Weights are a softmax in float32 or wider over all experts, renormalised over those chosen, rounded to the logits' dtype.
+    Weights are a softmax over all experts, in float32 or wider, renormalised over those chosen, rounded to the logits'
+    dtype.
     """
     weights, ids = wide(logits).softmax(-1).topk(top_k, -1)
     return (weights / weights.sum(-1, keepdim=True)).to(logits.dtype), ids

@@ -1,7 +1,8 @@
 """Rotary position embedding: angles from positions, and their application to queries and keys.
 
-Angles are computed in float32, whatever dtype they turn. `rotary` turns the halves of the first channels (pairs i, i + rotary_dim/2) and leaves
-the others as they are; `rotary_interleaved` turns neighbours (pairs 2i, 2i + 1), as multi-head latent attention does.
+Angles are computed in float32, whatever dtype they turn. `rotary` turns the halves of the first channels (pairs i,
+i + rotary_dim/2) and leaves the others as they are; `rotary_interleaved` turns neighbours (pairs 2i, 2i + 1), as
+multi-head latent attention does.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def rotary_interleaved(
     cos: Float[Tensor, "tokens half"],
     sin: Float[Tensor, "tokens half"],
 ) -> tuple[Float[Tensor, "tokens heads head_dim"], Float[Tensor, "tokens kv_heads head_dim"]]:
-    """Rotate the first 2 * half channels as complex pairs (2i, 2i + 1), in float32 or wider, keeping the pair layout."""
+    """Rotate the first 2 * half channels as complex pairs (2i, 2i + 1), at least in float32, keeping the layout."""
     cos, sin = cos[:, None], sin[:, None]
     return _rotate_pairs(q, cos, sin), _rotate_pairs(k, cos, sin)
 

@@ -32,7 +32,7 @@ def _refuse_rows(
     return None if host.exact else "needs exact row lengths on the host, and only an upper bound is known"
 
 
-@paged_attention.kernel("torch_rows", targets=("cpu",), refuse=_refuse_rows, host_reads=True)
+@paged_attention.kernel("torch_rows", targets=("cpu",), refuse=_refuse_rows, host_reads=True, forward_ad=False)
 def _rows(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale):
     out = q.new_zeros(q.shape[0], q.shape[1], v_pages.shape[3])
     at = 0

@@ -35,28 +35,31 @@ class PackedWeight(PreparedWeight):
         return PackedWeight, self.shape, self.dtype
 
 
+def _smallest(dtype: torch.dtype) -> int | None:
+    """Elements from which on a weight of this dtype is packed; None for one that oneDNN does not pack here."""
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    return SMALLEST.get(dtype)
+
+
 def _pack(weight: Tensor) -> PackedWeight | None:
     """The packed weight; None for one that is small or of a dtype that oneDNN does not pack here."""
-    smallest = SMALLEST.get(weight.dtype)
-    if smallest is None or weight.numel() < smallest or (weight.dtype == torch.bfloat16 and not _has_bf16()):
+    smallest = _smallest(weight.dtype)
+    if smallest is None or weight.numel() < smallest:
         return None
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
     return PackedWeight(packed, (weight.shape[0], weight.shape[1]), weight.dtype)
 
 
-def _has_bf16() -> bool:
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
 def _refuse(x, weight) -> str | None:
-    if not isinstance(weight, PackedWeight):
-        smallest = SMALLEST.get(weight.dtype)
-        if smallest is None:
-            return f"takes a packed weight; lowering.prepare(params) packs none of {weight.dtype}"
-        return f"takes a packed weight; lowering.prepare(params) packs those of {smallest} elements or more"
-    return None if x.dtype == weight.dtype else f"x is {x.dtype} and the weight was packed as {weight.dtype}"
+    if isinstance(weight, PackedWeight):
+        return None if x.dtype == weight.dtype else f"x is {x.dtype} and the weight was packed as {weight.dtype}"
+    smallest = _smallest(x.dtype)
+    if smallest is None:
+        return f"takes a packed weight; lowering.prepare(params) packs none of {x.dtype} on this machine"
+    return f"takes a packed weight; lowering.prepare(params) packs those of {smallest} {x.dtype} elements or more"
 
 
-@linear.kernel("onednn_packed", targets=("cpu",), refuse=_refuse, batches=False, prepare=_pack)
+@linear.kernel("onednn_packed", targets=("cpu",), refuse=_refuse, batches=False, differentiable=False, prepare=_pack)
 def _packed(x, weight):
     return torch.ops.mkldnn._linear_pointwise(x, weight.packed, None, "none", [], "")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import funcmodels as fm
 import lowering
 from lowering import OPS, TARGETS, LoweringError, Policy, ops
 from lowering.op import REFERENCE, Choice, Op
@@ -21,6 +22,7 @@ from lowering.policy import from_environment
 from lowering.target import named, of_device
 from params import TensorSpec
 from tests.cases import CASES, DECODE_1, Case, Draw, Rows, cases_of, delta
+from tests.tiny import SIZES
 
 SUPPORTED = [name for name, target in TARGETS.items() if target.refused is None]
 
@@ -82,7 +84,9 @@ def test_strict_leaves_the_reference_out(doubled: Op) -> None:
     """Unless it is asked for by name."""
     with lowering.use(strict=True):
         doubled(torch.zeros(2))
-        with pytest.raises(LoweringError, match=r"(?s)at most 4 rows.*strict=True leaves the Torch reference out"):
+        reason = r"(?s)at most 4 rows.*strict=True leaves the Torch reference out"
+        advice = r'use\(test_doubled="torch"\), or leave strict=True out$'
+        with pytest.raises(LoweringError, match=f"{reason}.*to fix: change the call, or allow its reference.*{advice}"):
             doubled(torch.zeros(5))
         with lowering.use(test_doubled=REFERENCE):
             doubled(torch.zeros(5))
@@ -264,6 +268,70 @@ def test_explain_takes_specs_and_fake_tensors() -> None:
         assert lowering.explain(layer, *fakes, target="ascend950").rows == report.rows
 
 
+def test_explain_checks_its_policy() -> None:
+    """As `use` does: an op or kernel that does not exist is an error, not ignored."""
+    args = (torch.randn(3, 8), torch.randn(8, 8))
+    for prefer, message in (
+        ({"lineer": "torch"}, "did you mean 'linear'"),
+        ({"linear": "tourch"}, "no kernel 'tourch'"),
+    ):
+        with pytest.raises(LoweringError, match=message):
+            lowering.explain(ops.linear, *args, policy=Policy(prefer))
+
+
+def test_explain_takes_meta_tensors_beside_specs() -> None:
+    """Neither has a device of its own, so they meet on one."""
+    args = (torch.empty(3, 8, device="meta"), TensorSpec((8, 8)), TensorSpec((8,)))
+    report = lowering.explain(layer, *args, target="ascend950")
+    assert [(row.op, row.count) for row in report.rows] == [("linear", 2), ("rms_norm", 1)]
+    mixed = (torch.empty(3, 8, device="meta"), torch.randn(8, 8), TensorSpec((8,)))
+    assert lowering.explain(layer, *mixed, target="ascend950").rows == report.rows
+
+
+@pytest.mark.parametrize("experts", [0, 64])
+def test_explain_takes_a_state_on_meta(experts: int) -> None:
+    """A model without weights and a state without memory, on every target."""
+    sizes: dict[str, Any] = {**SIZES, "model_type": "qwen3_5_text"}
+    if experts:
+        sizes |= {
+            "model_type": "qwen3_5_moe_text", "num_experts": experts, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16,
+        }  # fmt: skip
+    model = fm.build(sizes)
+    state = model.init_state(2, 32, dtype=torch.bfloat16, device="meta")
+    for target in SUPPORTED:
+        report = lowering.explain(
+            model.forward, model.param_spec(), state, fm.Batch.from_lists([[1, 2], [3]]), target=target
+        )
+        assert {row.target for row in report.rows} == {target}
+        assert {"gated_delta_rule", "paged_attention"} <= {row.op for row in report.rows}
+
+
+def test_a_dry_run_goes_once_a_signature(doubled: Op) -> None:
+    """Later calls get tensors like the first one's; other shapes, and real calls, run."""
+    ran: list[tuple[int, ...]] = []
+
+    def body(x: Tensor, *, times: int = 2) -> Tensor:
+        ran.append(tuple(x.shape))
+        return x.new_empty(*x.shape, 3, dtype=torch.bfloat16)
+
+    doubled.kernel("counted", targets=("cuda",))(body)
+
+    def calls(x: Tensor) -> Tensor:
+        for _ in range(3):
+            y = doubled(x)
+            assert (y.shape, y.dtype, y.device) == ((*x.shape, 3), torch.bfloat16, x.device)
+        return doubled(x[:2])
+
+    report = lowering.explain(calls, torch.zeros(9), target="cuda")
+    assert ran == [(9,), (2,)] and [row.count for row in report.rows] == [4]
+    lowering.explain(calls, torch.zeros(9), target="cuda")
+    assert len(ran) == 2
+    with lowering.use(target="cuda"):
+        calls(torch.zeros(9))
+    assert len(ran) == 6
+
+
 def test_explain_gives_the_cost_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A value read during explain is an error of the fake tensors, so none is read."""
     args, kwargs = delta(Rows("long", (2000,), (0,)), 2, 4, 8, 8, state=True, keep_steps=False)(Draw(torch.float32))
@@ -304,7 +372,10 @@ def test_prepared_weights_choose_their_kernel() -> None:
     packed = ops.linear.kernels["onednn_packed"].prepare(args[1])  # type: ignore[misc]
     assert ops.linear.explain(args[0], packed).kernel.name == "onednn_packed"
     choice = ops.linear.explain(*args, **kwargs)
-    assert choice.kernel.name == REFERENCE and "lowering.prepare(params)" in choice.refused["onednn_packed"]
+    assert choice.kernel.name == REFERENCE
+    assert choice.refused["onednn_packed"].endswith(
+        "lowering.prepare(params) packs those of 524288 torch.float32 elements or more"
+    )
     with (
         pytest.raises(LoweringError, match=r"x is torch.float64 and the weight was packed as torch.float32"),
         lowering.use(linear="onednn_packed"),

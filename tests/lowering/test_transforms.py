@@ -96,6 +96,26 @@ def test_grad_reaches_every_input(case: Case) -> None:
     assert_close((ahead - behind) / 2e-2, slope, looser=500, scale=float(steepness), reason=reason)
 
 
+@pytest.mark.parametrize("case", DIFFERENTIABLE, ids=str)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_jvp_agrees_with_grad(case: Case) -> None:
+    """Forward mode along a direction is reverse mode's inner product with it, through the kernels chosen by default."""
+    inputs, call = split(case, lambda x: x.is_floating_point() and not bool(x.isnan().any()))
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=generator) for x in tensors(call(*inputs))]
+    directions = tuple(torch.randn(x.shape, generator=generator) for x in inputs)
+
+    def loss(*given: Tensor) -> Tensor:
+        return torch.stack([(x * w).sum() for x, w in zip(tensors(call(*given)), weights, strict=True)]).sum()
+
+    slope = torch.func.jvp(loss, tuple(inputs), directions)[1]
+    gradients = torch.func.grad(loss, tuple(range(len(inputs))))(*inputs)
+    expected = torch.stack([(x * d).sum() for x, d in zip(gradients, directions, strict=True)]).sum()
+    steepness = float(torch.stack([x.square().sum() for x in gradients]).sum().sqrt())
+    reason = "both sum over the whole output, which may cancel"
+    assert_close(slope, expected, length=case.length, looser=20, scale=steepness, reason=reason)
+
+
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_fake_tensors_pass_without_a_host_read(case: Case) -> None:
     """`make_fx` captures the op; replayed on other values, the graph gives what the op gives on those."""
@@ -158,6 +178,50 @@ def test_kernels_without_batching_rules_are_left_out_under_vmap() -> None:
     assert "vmap" in report.rows[0].refused["torch_sdpa"]
     with lowering.use(attention="torch_sdpa"), pytest.raises(lowering.LoweringError, match="no batching rule"):
         torch.func.vmap(call)(*stacked)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_kernels_without_forward_derivatives_are_left_out_under_jvp() -> None:
+    """Also where jvp and vmap meet; reverse mode and plain calls keep them."""
+    inputs, call = split(cases_of("attention")[0], floating)
+
+    def first(*given: Tensor) -> Tensor:
+        return call(*given)[0]
+
+    def summed(*given: Tensor) -> Tensor:
+        return first(*given).sum()
+
+    with lowering.record() as report:
+        torch.func.jvp(call, tuple(inputs), tuple(inputs))
+        torch.func.jacfwd(first)(*inputs)
+        torch.func.grad(summed)(*inputs)
+    assert [row.kernel for row in report.rows] == [REFERENCE, REFERENCE, "torch_sdpa"]
+    assert "no forward derivative, so it is left out under jvp" in report.rows[0].refused["torch_sdpa"]
+    with lowering.use(attention="torch_sdpa"), pytest.raises(lowering.LoweringError, match="no forward derivative"):
+        torch.func.jvp(call, tuple(inputs), tuple(inputs))
+
+
+def test_packed_weights_are_refused_under_every_gradient() -> None:
+    """oneDNN's product has no derivative, and autograd would leave x without one."""
+    x, weight = torch.randn(3, 1024), torch.randn(1024, 1024)
+    packed = OPS["linear"].kernels["onednn_packed"].prepare(weight)  # type: ignore[misc]
+
+    def product(x: Tensor) -> Tensor:
+        return OPS["linear"](x, packed).sum()
+
+    message = "PackedWeight, which only the kernel it was prepared for can read"
+    for run in (
+        lambda: product(x.clone().requires_grad_()),
+        lambda: torch.func.grad(product)(x),
+        lambda: torch.func.vmap(product)(x),
+        lambda: torch.func.jvp(product, (x,), (x,)),
+    ):
+        with pytest.raises(lowering.LoweringError, match=message):
+            run()
+    with lowering.record() as report, torch.no_grad():
+        product(x.clone().requires_grad_())
+        product(x)
+    assert [(row.kernel, row.count) for row in report.rows] == [("onednn_packed", 2)]
 
 
 def test_kernels_that_read_the_host_are_left_out_while_tracing() -> None:

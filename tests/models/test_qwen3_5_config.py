@@ -21,6 +21,8 @@ def config(kind: str = "dense", **changes: Any) -> dict[str, Any]:
 def test_unknown_architectures() -> None:
     with pytest.raises(fm.ConfigError, match="model_type 'llama' is not a known architecture; known: qwen3_5"):
         fm.build(config(model_type="llama"))
+    with pytest.raises(fm.ConfigError, match=r"model_type \['qwen3_5'\] is not a known architecture"):
+        fm.build(config(model_type=["qwen3_5"]))
     with pytest.raises(fm.ConfigError, match="model_type None"):
         fm.build(config(model_type=...))
 
@@ -48,7 +50,8 @@ def test_all_missing_fields_are_listed_at_once(kind: str) -> None:
         ("dense", {"hidden_size": "32"}, "hidden_size must be an integer, found '32'"),
         ("dense", {"hidden_size": 32.0}, "hidden_size must be an integer, found 32.0"),
         ("dense", {"num_hidden_layers": True}, "num_hidden_layers must be an integer, found True"),
-        ("dense", {"rms_norm_eps": "small"}, "rms_norm_eps must be a number, found 'small'"),
+        ("dense", {"rms_norm_eps": "small"}, "rms_norm_eps must be a finite number, found 'small'"),
+        ("dense", {"rms_norm_eps": float("inf")}, "rms_norm_eps must be a finite number, found inf"),
         ("dense", {"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, found 1"),
         ("dense", {"layer_types": "full_attention"}, "layer_types must be a list of str, found 'full_attention'"),
         ("dense", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, num_hidden_layers is 4"),
@@ -90,7 +93,13 @@ def test_fields_that_cannot_be(kind: str, changes: dict[str, Any], message: str)
         ({"mrope_section": [1, 1]}, "mrope_section must have three parts, found [1, 1]"),
         ({"rope_type": "yarn"}, "rope_type 'yarn' is not supported; only default is"),
         ({"rope_theta": -1.0}, "rope_theta must be positive, found -1.0"),
-        ({"rope_theta": "1e4"}, "rope_theta must be a number, found '1e4'"),
+        ({"rope_theta": "1e4"}, "rope_theta must be a finite number, found '1e4'"),
+        ({"rope_theta": float("inf")}, "rope_theta must be a finite number, found inf"),
+        ({"rope_theta": float("nan")}, "rope_theta must be a finite number, found nan"),
+        ({"mrope_section": [3, -1, 0]}, "mrope_section must not have negative parts, found [3, -1, 0]"),
+        ({"mrope_section": [90, 1, 1]}, "mrope_section [90, 1, 1] adds up to 92, more than half of the"),
+        ({"mrope_interleaved": False}, "mrope_interleaved False is not supported; only true is"),
+        ({"rope_type": "default", "type": "yarn"}, "rope_type 'yarn' is not supported; only default is"),
     ],
 )
 @pytest.mark.parametrize("section", ["rope_parameters", "rope_scaling"])
@@ -104,6 +113,27 @@ def test_an_older_spelling_of_the_rotary_kind() -> None:
     given = config(rope_parameters=..., rope_scaling={"type": "yarn", "factor": 4.0})
     with pytest.raises(fm.ConfigError, match="rope_type 'yarn' is not supported"):
         fm.build(given)
+
+
+@pytest.mark.parametrize("change", [{"rope_theta": 5e5}, {"mrope_section": [1, 0, 0]}, {"rope_type": "yarn"}])
+@pytest.mark.parametrize("changed", ["rope_parameters", "rope_scaling"])
+def test_two_rotary_sections_must_agree(changed: str, change: dict[str, Any]) -> None:
+    rope = sizes("dense", 0)["rope_parameters"]
+    given = config(**{"rope_parameters": rope, "rope_scaling": rope, changed: {**rope, **change}})
+    with pytest.raises(fm.ConfigError, match="rope_parameters and rope_scaling are both given and differ") as caught:
+        fm.build(given)
+    assert ("yarn" in change.values()) == (f"{changed}: rope_type 'yarn' is not supported" in str(caught.value))
+
+
+@pytest.mark.parametrize("other", [{}, None, sizes("dense", 0)["rope_parameters"]])
+def test_a_second_rotary_section_may_repeat_the_first_or_be_empty(other: Any) -> None:
+    assert fm.build(config(rope_scaling=other)).config == fm.build(config()).config
+
+
+@pytest.mark.parametrize("sections", [[1, 1, 1], [11, 11, 10]])
+def test_mrope_sections_that_transformers_takes_as_they_are(sections: list[int]) -> None:
+    given = config(head_dim=16, rope_parameters={"partial_rotary_factor": 0.5, "mrope_section": sections})
+    assert fm.build(given).config.mrope_section == tuple(sections)
 
 
 def test_several_contradictions_are_one_error() -> None:
@@ -129,3 +159,19 @@ def test_defaults_of_rotary_and_layer_kinds() -> None:
 def test_rotary_fields_of_their_own_section_win() -> None:
     given = config(rope_theta=5.0, rope_parameters={"rope_theta": 7.0, "partial_rotary_factor": 0.5})
     assert fm.build(given).config.rope_theta == 7.0
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dtype": "float32"}, "init_state: dtype and recurrent_dtype must be a torch.dtype, found 'float32'"),
+        ({"recurrent_dtype": "float32"}, "dtype and recurrent_dtype must be a torch.dtype, found 'float32'"),
+        ({"rows": 1.5}, "init_state: rows must be an integer, found 1.5"),
+        ({"page_size": None}, "init_state: page_size must be an integer, found None"),
+        ({"pages": "4"}, "init_state: pages must be an integer, found '4'"),
+    ],
+)
+def test_a_state_of_wrong_types(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        fm.build(config()).init_state(**{"rows": 1, "max_len": 8, **given})

@@ -158,6 +158,10 @@ def test_an_index_names_files_beside_it_only(two_files: Path, file: Any) -> None
         ({"a": "one.safetensors", "b": "gone.safetensors", "c": "lost.safetensors"}, "gone.safetensors, lost.safeten"),
         ({"a": "one.safetensors", "b": "one.safetensors"}, r"b \(not in one.safetensors\)"),
         ({"a": "two.safetensors", "b": "one.safetensors"}, "a .not in two.safetensors., b .not in one.safetensors."),
+        (
+            {"b": "two.safetensors", "c": "one.safetensors"},
+            r"c .not in one.*, a .in one.safetensors, not in the index.",
+        ),
         ({}, "no weight_map"),
         (["a"], "no weight_map"),
         (None, "no weight_map"),
@@ -168,6 +172,18 @@ def test_wrong_indices(two_files: Path, weight_map: Any, message: str) -> None:
     index(two_files, weight_map)
     with pytest.raises(params.CheckpointError, match=message):
         params.tensor_names(two_files)
+
+
+def test_an_index_must_name_every_tensor_of_its_files(tmp_path: Path) -> None:
+    """An index cut short is not taken for the whole; a file that it does not name stays out."""
+    save_file({"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}, tmp_path / "one.safetensors")
+    save_file({"d": torch.ones(2)}, tmp_path / "stray.safetensors")
+    index(tmp_path, {"a": "one.safetensors"})
+    with pytest.raises(
+        params.CheckpointError, match=r"disagree: b \(in one.safetensors, not in the index\), c "
+    ) as caught:
+        params.tensor_names(tmp_path)
+    assert "stray" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"7", b"\xff", b"[" * 100_000, b'{"weight_map": {'])
