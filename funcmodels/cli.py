@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 
 import torch
 from rich.console import Console
@@ -133,17 +132,15 @@ def _speed(phase: str, tokens: int, seconds: float) -> str:
 
 
 def _check_device(device: str) -> None:
-    kind = device.split(":")[0]
-    if kind == "meta":
+    if device.split(":")[0] == "meta":
         raise ValueError(f"device {device!r} holds shapes without values, so nothing can run; give another")
-    if kind == "npu" and find_spec("torch_npu") is None:
-        raise ValueError(
-            f'device {device!r} cannot be used here: torch_npu is missing; pip install "funcmodels[npu]", and CANN'
-        )
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:
-        raise ValueError(f"device {device!r} cannot be used here: {error}") from error
+        raise ValueError(
+            f"device {device!r} cannot be used here: {error}; "
+            'an Ascend NPU needs CANN and pip install "funcmodels[npu]"'
+        ) from error
 
 
 def _inspect(args: argparse.Namespace) -> int:
