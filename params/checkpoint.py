@@ -137,12 +137,17 @@ def _read_all(jobs: list[tuple[StoredTensor, Tensor]], advance: Callable[[int], 
     for job in jobs:
         by_file.setdefault(job[0].file, []).append(job)
     for file, inside in by_file.items():
+        inside.sort(key=lambda job: job[0].offset)
         try:
-            with file.open("rb", buffering=0) as stream:
-                for source, target in sorted(inside, key=lambda job: job[0].offset):
-                    _read(stream, source, target, advance)
+            _read_file(file, inside, advance)
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+def _read_file(file: Path, jobs: list[tuple[StoredTensor, Tensor]], advance: Callable[[int], None]) -> None:
+    with file.open("rb", buffering=0) as stream:
+        for source, target in jobs:
+            _read(stream, source, target, advance)
 
 
 def _read(stream: BinaryIO, source: StoredTensor, target: Tensor, advance: Callable[[int], None]) -> None:
