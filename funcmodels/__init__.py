@@ -3,6 +3,7 @@
 from params.errors import CheckpointError, ConfigError
 
 from .batch import Batch
+from .drafts import draft
 from .errors import OutOfPages, StaleStateError, StateError
 from .generate import Event, Request, Result, generate, requests_of, serve
 from .loading import load
@@ -11,13 +12,14 @@ from .output import Output
 from .rows import fork, release, select
 from .sampling import RowSampling, Sampling, sample
 from .shape_checks import disable_shape_checks, enable_shape_checks, shape_checked, wanted
+from .speculative import Carry, Draft, Proposal, Verdict, next_tokens, verify
 from .state import State, commit, logical
 
 __all__ = [
-    "Batch", "CheckpointError", "ConfigError", "Event", "Model", "OutOfPages", "Output", "Request", "Result",
-    "RowSampling", "Sampling", "StaleStateError", "State", "StateError", "build", "commit", "disable_shape_checks",
-    "enable_shape_checks", "fork", "generate", "load", "logical", "release", "requests_of", "sample", "select", "serve",
-    "shape_checked",
+    "Batch", "Carry", "CheckpointError", "ConfigError", "Draft", "Event", "Model", "OutOfPages", "Output", "Proposal",
+    "Request", "Result", "RowSampling", "Sampling", "StaleStateError", "State", "StateError", "Verdict", "build",
+    "commit", "disable_shape_checks", "draft", "enable_shape_checks", "fork", "generate", "load", "logical",
+    "next_tokens", "release", "requests_of", "sample", "select", "serve", "shape_checked", "verify",
 ]  # fmt: skip
 
 if wanted():

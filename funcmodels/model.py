@@ -27,6 +27,15 @@ S = TypeVar("S", State, None)
 
 
 @dataclass(frozen=True)
+class MtpHead:
+    """What a model file provides for its multi-token prediction head. `logits` are those of the head's hidden."""
+
+    init_entries: Callable[..., tuple[states.Entry, ...]]
+    forward: Callable[..., tuple[Output, Any]]
+    logits: Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
 class Family:
     """What a model file provides. `names` is the table of its checkpoint names in `params.names`."""
 
@@ -35,9 +44,13 @@ class Family:
     init_entries: Callable[..., tuple[states.Entry, ...]]
     forward: Callable[..., tuple[Output, Any]]
     names: Any
+    mtp: MtpHead
 
 
-_QWEN3_5 = Family(qwen3_5.read_config, qwen3_5.param_spec, qwen3_5.init_entries, qwen3_5.forward, names.NAMES)
+_QWEN3_5 = Family(
+    qwen3_5.read_config, qwen3_5.param_spec, qwen3_5.init_entries, qwen3_5.forward, names.NAMES,
+    mtp=MtpHead(qwen3_5.mtp_entries, qwen3_5.mtp_forward, qwen3_5.mtp_logits),
+)  # fmt: skip
 
 FAMILIES: dict[str, Family] = dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN3_5)
 """Family by `model_type` of the config."""

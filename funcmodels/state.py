@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lowering.host import HostLengths, tracing
-from params.tree import dotted, num_bytes, off_tree, size, static, tree
+from params.tree import dotted, leaves, num_bytes, off_tree, size, static, tree
 
 from .errors import StaleStateError, StateError
 from .pages import Lease, PagePool
@@ -116,6 +116,28 @@ def empty(
     )  # fmt: skip
 
 
+def like(state: State, entries: Callable[..., tuple[Entry, ...]]) -> State:
+    """An empty state of the same rows, room and kind of pool, with the entries of another model.
+
+    `entries(rows, pages, page_size, dtype, recurrent_dtype, device)` makes them, in the dtypes of the first appended
+    and recurrent tensors of `state` (the former's where it has no recurrent ones).
+    """
+    host = state.host
+    pool = PagePool(host.leases[0].pool.pages, host.leases[0].pool.owned)
+    dtype = _dtype(state, Appended) or torch.get_default_dtype()
+    device = state.lengths.device
+    layers = entries(state.rows, pool.pages, state.page_size, dtype, _dtype(state, Recurrent) or dtype, device)
+    return empty(
+        layers, rows=state.rows, max_len=state.max_len, page_size=state.page_size, pool=pool, vocab=state.vocab,
+        device=device, checked=state.log is not None,
+    )  # fmt: skip
+
+
+def _dtype(state: State, kind: type) -> torch.dtype | None:
+    found = [leaf.dtype for entry in state.layers if isinstance(entry, kind) for leaf in leaves(entry)]
+    return found[0] if found else None
+
+
 def page_table(leases: Sequence[Lease], max_pages: int, device: torch.device) -> Int[Tensor, "rows max_pages"]:
     """The leases' page ids, one row each, filled up with the scratch page."""
     rows = [[*lease.pages, *(0,) * (max_pages - len(lease.pages))] for lease in leases]
@@ -174,6 +196,13 @@ def grown(
     host = replace(state.host, **bounds, pending=tuple(host_counts) if keep else None)
     pending = counts if keep else None
     return replace(state, lengths=state.lengths + counts, layers=layers, pending=pending, log=log, host=host)
+
+
+def rewound(state: State, before: State) -> State:
+    """`state`, grown from `before` by forwards, with only the tokens that `before` held; for appended entries alone."""
+    log = state.log if before.log is None else replace(state.log, tip=before.log.tip)
+    host = replace(state.host, lengths=before.host.lengths, least=before.host.least)
+    return replace(state, lengths=before.lengths, log=log, host=host)
 
 
 def _sum(counts: Sequence[int], more: Sequence[int]) -> tuple[int, ...]:

@@ -20,13 +20,13 @@ from lowering.ops.ragged import row_of_token
 from .batch import Batch, check_room
 from .errors import StateError
 from .rows import reserve
-from .state import Entry, State, check_fresh, check_usable, grown, host_lengths
+from .state import Entry, Recurrent, State, check_fresh, check_usable, grown, host_lengths
 from .token_log import TokenLog, mix, written
 
 E = TypeVar("E", bound=Entry)
 
 MAX_KEPT_STEPS = 8
-"""Most tokens a row may offer with `keep_steps`: what Ascend's recurrent delta-rule operator serves in one call."""
+"""Most tokens a row may offer with `keep_steps` when a layer is recurrent: what Ascend's recurrent delta-rule operator serves in one call."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,8 @@ def _checked_counts(state: State, batch: Batch, keep_steps: bool) -> tuple[int, 
     _check_transforms(state)
     counts = batch.counts or (batch.max_query,) * batch.rows
     check_room(state, counts)
-    if keep_steps and batch.max_query > MAX_KEPT_STEPS:
+    recurrent = any(isinstance(entry, Recurrent) for entry in state.layers)
+    if keep_steps and recurrent and batch.max_query > MAX_KEPT_STEPS:
         raise ValueError(
             f"keep_steps=True with {batch.max_query} new tokens in a row; at most {MAX_KEPT_STEPS} can be kept. "
             "Run the prompt without keep_steps, then the window to verify with it"

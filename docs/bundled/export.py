@@ -32,13 +32,13 @@ def main() -> None:
     config = json.loads((train.HERE / "config.json").read_text())
     model = fm.build(config)
     params, _, facts = train.restore(args.run / "newest.safetensors", model.init_params())
-    params = tree.map(lambda leaf, value: value.to(leaf.dtype or torch.bfloat16), model.param_spec(), params)
+    params = train.in_dtype(model.param_spec(), params, torch.bfloat16)
     checkpoints.save(params, args.out, model.param_spec(), NAMES, config)
     for name in TOKENIZER_FILES:
         shutil.copyfile(args.data / name, args.out / name)
     (args.out / "generation_config.json").write_text(json.dumps(GENERATION, indent=2) + "\n")
     data = train.Data(args.data)
-    bits = train.bits_per_byte(train.make_loss(model, torch.bfloat16), params, data)
+    bits = train.bits_per_byte(train.make_score(model, torch.bfloat16), params, data)
     (args.out / "README.md").write_text(card(args.data, facts, bits, tree.num_bytes(params)))
 
 

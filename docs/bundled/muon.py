@@ -69,7 +69,7 @@ def _names(spec: Any) -> Any:
 
 
 def _is_matrix(path: str, spec: TensorSpec) -> bool:
-    return path.startswith("layers.") and path.endswith(".weight") and len(spec.shape) == 2
+    return path.startswith(("layers.", "mtp.")) and path.endswith(".weight") and len(spec.shape) == 2
 
 
 def _orthogonal_parts(spec: Any, momentum: Any) -> dict[str, list[tuple[int, Tensor]]]:

@@ -17,6 +17,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from params import tree
 
 HERE = Path(__file__).parent
 ROWS, LENGTH = 4, 512  # sequences a step, tokens a sequence
+INTO_TRUNK = 0.1  # share of the draft head's gradient that trains the layers below it
 RATE, WARMUP = 6e-3, 100
 CLIP = 1.0
 SEED = 0
@@ -72,16 +75,54 @@ class Data:
         return [self.held_out[start : start + length + 1].tolist() for start in starts]
 
 
-def make_loss(model: Any, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """Mean cross-entropy in nats of `targets`, with float32 parameters run in `dtype`."""
+def make_loss(model: Any, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Loss of the model and its draft head together, and the model's alone, with float32 parameters run in `dtype`."""
     spec = model.param_spec()
 
-    def loss(params: Any, batch: Any, targets: Tensor) -> Tensor:
-        cast = tree.map(lambda leaf, value: value.to(leaf.dtype or dtype), spec, params)
+    def loss(params: Any, batch: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+        cast = in_dtype(spec, params, dtype)
         out, _ = model.forward(cast, None, batch)
-        return F.cross_entropy(out.logits.float(), targets)
+        own = F.cross_entropy(out.logits.float(), targets)
+        return own + draft_loss(model, cast, out, batch, targets), own.detach()
 
     return loss
+
+
+def draft_loss(model: Any, params: Any, out: Any, batch: Any, targets: Tensor) -> Tensor:
+    """Cross-entropy in nats of the draft head against what the model itself predicts one token later.
+
+    The first pass sees the model's hidden states, the second its own from the place before at every other token, as
+    when it drafts several tokens. `INTO_TRUNK` of its gradient reaches the model's layers, none embedding and head.
+    """
+    params = tree.put(params, "embed.weight", params.embed.weight.detach())
+    forward = partial(fm.draft(model, "mtp").forward, params, None, replace(batch, tokens=targets))
+    hidden = INTO_TRUNK * out.hidden + (1 - INTO_TRUNK) * out.hidden.detach()
+    aim = by_row(out.logits.detach())[:, 1:].float().softmax(-1)
+    first = forward(hidden)[0]
+    odd = torch.arange(len(targets))[:, None] % 2 == 1
+    second = forward(torch.where(odd, first.hidden.roll(1, 0), hidden))[0]
+    return sum(-(aim * by_row(x.logits)[:, :-1].float().log_softmax(-1)).sum(-1).mean() for x in (first, second))
+
+
+def by_row(values: Tensor) -> Tensor:
+    """`[tokens ...]` of a training batch as `[rows length ...]`."""
+    return values.unflatten(0, (-1, LENGTH))
+
+
+def make_score(model: Any, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """Mean cross-entropy in nats of `targets`, with parameters run in `dtype`."""
+    spec = model.param_spec()
+
+    def score(params: Any, batch: Any, targets: Tensor) -> Tensor:
+        out, _ = model.forward(in_dtype(spec, params, dtype), None, batch)
+        return F.cross_entropy(out.logits.float(), targets)
+
+    return score
+
+
+def in_dtype(spec: Any, params: Any, dtype: torch.dtype) -> Any:
+    """Parameters in `dtype`, but for those that the spec pins to another."""
+    return tree.map(lambda leaf, value: value.to(leaf.dtype or dtype), spec, params)
 
 
 def inputs(windows: list[list[int]]) -> tuple[Any, Tensor]:
@@ -91,13 +132,13 @@ def inputs(windows: list[list[int]]) -> tuple[Any, Tensor]:
 
 
 @torch.no_grad()
-def bits_per_byte(loss: Callable[..., Tensor], params: Any, data: Data, every: int = 1) -> float:
+def bits_per_byte(score: Callable[..., Tensor], params: Any, data: Data, every: int = 1) -> float:
     """Held-out bits per byte in windows of `EVAL_LENGTH` tokens; `every` = n uses one window in n."""
     windows = data.held_out_windows(EVAL_LENGTH)[::every]
     nats, size = 0.0, 0
     for at in range(0, len(windows), EVAL_ROWS):
         batch, targets = inputs(windows[at : at + EVAL_ROWS])
-        nats += loss(params, batch, targets).item() * len(targets)
+        nats += score(params, batch, targets).item() * len(targets)
         size += int(data.bytes[targets.numpy()].sum())
     return nats / math.log(2) / size
 
@@ -130,7 +171,7 @@ def one_core() -> None:
 
 
 class Gradient:
-    """Mean loss of a step and its gradient, compiled.
+    """Gradient of a step's mean loss, and the loss with and without the draft head's, compiled.
 
     The whole of `grad_and_value` is traced once into a graph of plain operators, and Inductor fuses them: minutes to
     begin with, then about twice the tokens a core second of deriving the gradient operator by operator.
@@ -139,7 +180,7 @@ class Gradient:
     def __init__(self, loss: Callable[..., Tensor], params: Any, data: Data) -> None:
         self.data = data
         leaves, self.taken = pytree.tree_flatten((params, *inputs(data.windows(0))))
-        differentiate = torch.func.grad_and_value(loss)
+        differentiate = torch.func.grad_and_value(loss, has_aux=True)
 
         def flat(*values: Tensor) -> list[Any]:
             return pytree.tree_leaves(differentiate(*pytree.tree_unflatten(values, self.taken)))
@@ -147,14 +188,15 @@ class Gradient:
         graph = make_fx(flat, tracing_mode="fake")(*leaves)
         graph.graph.eliminate_dead_code()
         graph.recompile()
-        self.given = pytree.tree_structure((params, 0.0))
+        self.given = pytree.tree_structure((params, (0.0, 0.0)))
         self.run: Callable[..., Any] = torch._inductor.compile(graph, leaves)  # type: ignore[assignment]
 
     @torch.no_grad()
-    def __call__(self, params: Any, step: int) -> tuple[Any, float]:
+    def __call__(self, params: Any, step: int) -> tuple[Any, tuple[float, float]]:
+        """The gradient; the model's own loss, and the mean of its draft head's two passes."""
         leaves, _ = pytree.tree_flatten((params, *inputs(self.data.windows(step))))
-        grads, loss = pytree.tree_unflatten(list(self.run(*leaves)), self.given)
-        return grads, loss.item()
+        grads, (both, own) = pytree.tree_unflatten(list(self.run(*leaves)), self.given)
+        return grads, (own.item(), (both - own).item() / 2)
 
 
 class Clock:
@@ -189,21 +231,21 @@ def main() -> None:
 
 def train(args: Any, model: Any, data: Data, params: Any, moments: Any, facts: Any, say: Callable[[str], None]) -> None:
     """Step until the clock runs out; checkpoints and the log go to the run's folder."""
-    loss = make_loss(model, torch.bfloat16)
+    score = make_score(model, torch.bfloat16)
     clock = Clock(args.minutes, args.decay_minutes)
-    gradient = Gradient(loss, params, data)
+    gradient = Gradient(make_loss(model, torch.bfloat16), params, data)
     run = Run(args.run, facts, clock, say)
     say(f"from step {facts['step']}, {facts['seconds'] / 60:.1f} minutes trained before")
     for step in run.steps():
-        grads, value = gradient(params, step)
+        grads, losses = gradient(params, step)
         grads, norm = muon.clip(grads, CLIP)
         rate = RATE * args.rate * clock.factor(step)
         params, moments = muon.update(model.param_spec(), params, moments, grads, step + 1, rate)
-        run.after(step, value, norm.item(), rate)
+        run.after(step, losses, norm.item(), rate)
         if run.save_due():
             save(run.checkpoint(), params, moments, run.facts())
         if (step + 1) % EVAL_EVERY == 0:
-            say(f"step {step + 1} held-out sample {bits_per_byte(loss, params, data, every=12):.4f} bits per byte")
+            say(f"step {step + 1} held-out sample {bits_per_byte(score, params, data, every=12):.4f} bits per byte")
     save(args.run / "newest.safetensors", params, moments, run.facts())
     say(f"stop at step {run.step} after {run.facts()['seconds'] / 60:.1f} minutes of training")
 
@@ -215,21 +257,23 @@ class Run:
         self.folder, self.clock, self.say = folder, clock, say
         self.step, self.before = facts["step"], facts["seconds"]
         self.start = self.saved = self.logged = time.monotonic()
-        self.losses: list[float] = []
+        self.losses: list[tuple[float, float]] = []
 
     def steps(self) -> Iterator[int]:
         while self.clock.left() > 0:
             yield self.step
 
-    def after(self, step: int, loss: float, norm: float, rate: float) -> None:
+    def after(self, step: int, losses: tuple[float, float], norm: float, rate: float) -> None:
         """Count a finished step; every `LOG_EVERY` say where training stands."""
         self.step = step + 1
-        self.losses.append(loss)
+        self.losses.append(losses)
         if self.step % LOG_EVERY == 0:
             now = time.monotonic()
             speed = len(self.losses) * ROWS * LENGTH / (now - self.logged)
-            mean = sum(self.losses) / len(self.losses)
-            self.say(f"step {self.step} loss {mean:.4f} norm {norm:.2f} rate {rate:.2e} {speed:.0f} tokens/s")
+            own, draft = (sum(values) / len(values) for values in zip(*self.losses, strict=True))
+            self.say(
+                f"step {self.step} loss {own:.4f} draft {draft:.4f} norm {norm:.2f} rate {rate:.2e} {speed:.0f} tokens/s"
+            )
             self.logged, self.losses = now, []
 
     def save_due(self) -> bool:

@@ -1,0 +1,96 @@
+"""Drafting with a model's own multi-token prediction head, one token after the other.
+
+The head's row at place j joins the model's hidden state there with the token at j + 1 and predicts the token at j + 2.
+Its keys and values live in a state of its own, of the same lengths as the model's. The first draft comes from the last
+hidden state that `extend` made; each later one from the head's own hidden state and the draft before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..batch import Batch
+from ..errors import StateError
+from ..model import Model, S
+from ..output import LogitsOf, Output
+from ..speculative import Carry, Proposal, kept_tokens
+from ..state import State, commit, like, rewound
+
+
+@dataclass(frozen=True)
+class MtpDraft:
+    """The draft head of `model`. Holds no tensors: its parameters are those of the model, `params.mtp`."""
+
+    model: Model
+
+    def forward(
+        self,
+        params: Any,
+        state: S,
+        batch: Batch,
+        hidden: Float[Tensor, "tokens hidden"],
+        *,
+        logits: LogitsOf = "all",
+        keep_steps: bool = False,
+    ) -> tuple[Output, S]:
+        """The head alone: `batch` holds the token after each place, `hidden` is what the model made at the place.
+
+        The logits at a place are those of the token two places on. `state=None` computes the batch alone, for training.
+        """
+        return self.model.family.mtp.forward(
+            self.model.config, params, state, batch, hidden, logits=logits, keep_steps=keep_steps
+        )
+
+    def init_state(self, state: State) -> State:
+        """An empty state of the head for the rows of `state`, which must be empty too (`StateError` if not)."""
+        if any(state.host.lengths):
+            raise StateError(
+                f"the state already holds tokens ({list(state.host.lengths)}) that the draft has not seen; make the "
+                "draft's state from the empty state, and extend it with every forward"
+            )
+        return like(state, lambda *sizes: self.model.family.mtp.init_entries(self.model.config, *sizes))
+
+    def extend(
+        self,
+        params: Any,
+        state: State,
+        out: Output,
+        batch: Batch,
+        next_tokens: Int[Tensor, ...],
+        carry: Carry | None = None,
+    ) -> tuple[State, Carry]:
+        """Take in what the model has just run: `out` and `batch` of its forward, and the token after each place.
+
+        Of each row the places before the first -1 of `next_tokens` count: all of a prompt, of a verified window those
+        that were accepted, which is how `verify` gives them. A row of which none count keeps its `carry`. On the host,
+        `next_tokens` leave the state's lengths known there. Returns the head's state and the carry to propose from.
+        """
+        following, kept = kept_tokens(batch, next_tokens)
+        fed = replace(batch, tokens=following)
+        made, state = self.forward(params, state, fed, out.hidden, logits=None, keep_steps=True)
+        state = commit(state, kept)
+        kept = kept.to(following.device)
+        last = (batch.query_start[:-1] + kept - 1).clamp(min=0).long()
+        new = Carry(following[last], made.hidden[last])
+        return state, new if carry is None else new.where(kept > 0, carry)
+
+    @torch.no_grad()
+    def propose(self, params: Any, state: State, carry: Carry, steps: int = 3) -> tuple[Proposal, State]:
+        """The `steps` likeliest tokens after each row's newest, one after the other.
+
+        What the head writes on the way lies past the lengths of `state`; the state returned has the same value, and
+        the pages taken for it.
+        """
+        after, hidden, drafts = state, carry.hidden, []
+        for step in range(steps):
+            if step:
+                batch = Batch.from_tokens(drafts[-1], [1] * state.rows, after)
+                out, after = self.forward(params, after, batch, hidden, logits=None)
+                hidden = out.hidden
+            drafts.append(self.model.family.mtp.logits(params, hidden).argmax(-1))
+        return Proposal(carry.token, torch.stack(drafts, 1), state.lengths), rewound(after, state)
