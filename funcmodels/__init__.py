@@ -5,12 +5,13 @@ from params.errors import CheckpointError, ConfigError
 from .batch import Batch
 from .drafts import draft
 from .errors import OutOfPages, StaleStateError, StateError
-from .generate import Event, Request, Result, generate, requests_of, serve
+from .generate import generate, requests_of, serve
 from .loading import load
 from .model import Model, build
 from .output import Output
 from .rows import fork, release, select
 from .sampling import RowSampling, Sampling, sample
+from .serving import Event, Request, Result
 from .shape_checks import disable_shape_checks, enable_shape_checks, shape_checked, wanted
 from .speculative import Carry, Draft, Proposal, Verdict, next_tokens, verify
 from .state import State, commit, logical

@@ -23,11 +23,13 @@ import params as checkpoints
 from lowering import LoweringError, Report
 
 from .batch import Batch
+from .drafts import default_draft
 from .errors import StateError
-from .generate import Event, generate
+from .generate import generate
 from .loading import directory_of, load, open_checkpoint
 from .model import build
 from .sampling import Sampling
+from .serving import Event, Result
 
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
 PROMPT = 'def read_lines(path):\n    """Return the lines of a text file, without line ends."""'
@@ -72,7 +74,8 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_generate)
     parser.add_argument("--model", default="bundled", help="directory, hub id, or 'bundled' (default)")
     parser.add_argument("--prompt", help="text to continue (default: a piece of Python, for the bundled model)")
-    parser.add_argument("--draft", default="none", help="what proposes tokens; only 'none' for now")
+    parser.add_argument("--draft", help="'mtp' or 'none' (default: mtp if the checkpoint has such a head)")
+    parser.add_argument("--draft-steps", type=int, default=3, metavar="N", help="drafts a round (default 3)")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     parser.add_argument("--top-k", type=int, default=0, help="0 (default) is off")
@@ -112,16 +115,16 @@ def _generate(args: argparse.Namespace) -> int:
             print(f"no --prompt given; continuing this piece of Python:\n\n{prompt}", file=sys.stderr, flush=True)
         print(event.text, end="", flush=True)
 
+    options = {"draft": args.draft or default_draft(model), "draft_steps": args.draft_steps, "sampling": sampling}
     with lowering.record() as report:
-        results = generate(
-            model, params, [prompt], args.max_new_tokens, draft=args.draft, sampling=sampling, stream=show
-        )
+        result = generate(model, params, [prompt], args.max_new_tokens, stream=show, **options)[0]
     print(flush=True)
-    speeds = (
-        _speed("prefill", results[0].prompt_tokens, clock[1] - clock[0]),
-        _speed("decode", len(results[0].tokens) - 1, clock[-1] - clock[1]),
+    figures = (
+        _speed("prefill", result.prompt_tokens, clock[1] - clock[0]),
+        _speed("decode", len(result.tokens) - 1, clock[-1] - clock[1]),
+        *_acceptance(options["draft"], result),
     )
-    print("", *speeds, sep="\n", file=sys.stderr)
+    print("", *figures, sep="\n", file=sys.stderr)
     _print_report("kernels", report, Console(stderr=True))
     return 0
 
@@ -129,6 +132,15 @@ def _generate(args: argparse.Namespace) -> int:
 def _speed(phase: str, tokens: int, seconds: float) -> str:
     rate = f", {tokens / seconds:.1f} tokens/s" if tokens and seconds else ""
     return f"{phase}: {tokens} tokens in {seconds:.2f} s{rate}"
+
+
+def _acceptance(draft: str, result: Result) -> list[str]:
+    """How many tokens a round of speculation gave, and how often the draft of each place was taken."""
+    if not (result.accepted and result.rounds):
+        return []
+    places = ", ".join(f"{count / result.rounds:.0%}" for count in result.accepted)
+    each = (len(result.tokens) - 1) / result.rounds
+    return [f"draft {draft}: {each:.2f} tokens a round in {result.rounds} rounds; accepted by position: {places}"]
 
 
 def _check_device(device: str) -> None:

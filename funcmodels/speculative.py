@@ -13,7 +13,7 @@ and a draft only decides how many draws of one forward are of use.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -132,12 +132,18 @@ def next_tokens(batch: Batch, last: Int[Tensor, " rows"]) -> Int[Tensor, " token
 
 
 class Draft(Protocol):
-    """What proposes tokens: `init_state`, `extend` with every forward of the model, `propose`. See `MtpDraft`."""
+    """What proposes tokens. `MtpDraft` says what each function does."""
 
-    def init_state(self, state: State) -> State: ...
+    def init_state(self, state: State) -> State:
+        """An empty state of the draft for the rows of `state`."""
+        ...
 
     def extend(
-        self, params: object, state: State, out: Output, batch: Batch, next_tokens: Tensor, carry: Carry | None = None
-    ) -> tuple[State, Carry]: ...
+        self, params: Any, state: State, out: Output, batch: Batch, next_tokens: Tensor, carry: Carry | None = None
+    ) -> tuple[State, Carry]:
+        """Take in what the model has just run, and the token after each place."""
+        ...
 
-    def propose(self, params: object, state: State, carry: Carry, steps: int = 3) -> tuple[Proposal, State]: ...
+    def propose(self, params: Any, state: State, carry: Carry, steps: int = 3) -> tuple[Proposal, State]:
+        """`steps` tokens after each row's newest."""
+        ...

@@ -26,7 +26,8 @@ from .token_log import TokenLog, mix, written
 E = TypeVar("E", bound=Entry)
 
 MAX_KEPT_STEPS = 8
-"""Most tokens a row may offer with `keep_steps` when a layer is recurrent: what Ascend's recurrent delta-rule operator serves in one call."""
+"""Most tokens a row may offer with `keep_steps` when a layer is recurrent: what Ascend's recurrent delta-rule
+operator serves in one call."""
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def test_generate_loads_in_the_dtype_asked_for(
 
 MISTAKES = [
     (["--temperature", -1], "temperature must be 0"), (["--top-p", 0], "top_p must be"),
-    (["--draft", "mtp"], "drafts are not there yet"), (["--max-new-tokens", 0], "max_new_tokens must be at least 1"),
+    (["--draft", "mtp"], "this model has no mtp head"), (["--max-new-tokens", 0], "max_new_tokens must be at least 1"),
     (["--max-new-tokens", 500], "do not fit in the 128 positions"), (["--prompt", ""], "prompt 0 is empty"),
     (["--device", "cuda:9999"], "device 'cuda:9999' cannot be used here"), (["--device", "x"], "device 'x' cannot"),
     (["--model", "nowhere"], "no directory nowhere"), (["--prompt", "a\udc80"], "character 1 is '.*as from bytes that"),

@@ -217,7 +217,7 @@ REFUSED = [
     ({"prompts": "text"}, "prompts is a list of prompts"),
     pytest.param({"prompts": [1, 2]}, "prompts is a list of prompts", marks=pytest.mark.plain),
     ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, found 0"),
-    ({"draft": "mtp"}, "drafts are not there yet"),
+    ({"draft": "mtp"}, "this model has no mtp head"),
     ({"sampling": [fm.Sampling()] * 3}, "2 prompts and 3 samplings"),
     ({"stop": ""}, "stop string is empty"),
     ({"rows": 0}, "rows must be at least 1, found 0"),

@@ -271,9 +271,8 @@ class Run:
             now = time.monotonic()
             speed = len(self.losses) * ROWS * LENGTH / (now - self.logged)
             own, draft = (sum(values) / len(values) for values in zip(*self.losses, strict=True))
-            self.say(
-                f"step {self.step} loss {own:.4f} draft {draft:.4f} norm {norm:.2f} rate {rate:.2e} {speed:.0f} tokens/s"
-            )
+            at = f"norm {norm:.2f} rate {rate:.2e} {speed:.0f} tokens/s"
+            self.say(f"step {self.step} loss {own:.4f} draft {draft:.4f} {at}")
             self.logged, self.losses = now, []
 
     def save_due(self) -> bool:

@@ -13,8 +13,13 @@ def draft(model: Model, kind: str) -> MtpDraft:
     """
     if kind != "mtp":
         raise ValueError(f"draft: {kind!r} is not a known draft; give 'mtp'")
-    if not getattr(model.config, "mtp_num_hidden_layers", 0):
+    if default_draft(model) == "none":
         raise ValueError(
-            "draft: this model has no mtp head (mtp_num_hidden_layers is 0, and no mtp tensors were found)"
+            "draft: this model has no mtp head (its checkpoint holds no mtp tensors); load one that has, or give 'none'"
         )
     return MtpDraft(model)
+
+
+def default_draft(model: Model) -> str:
+    """What drafts for `model` if nobody says: `"mtp"` where it has such a head, else `"none"`."""
+    return "mtp" if model.config.mtp_num_hidden_layers else "none"
