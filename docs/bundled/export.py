@@ -2,7 +2,8 @@
 
     python docs/bundled/export.py DATA RUN OUT
 
-The held-out figure on the card is that of the exported weights, run in bfloat16 over every held-out token.
+The held-out loss on the card is that of the exported weights, run in bfloat16 over every held-out token; the draft
+head's figures are those of greedy text after `DRAFT_PROMPTS` pieces of held-out text.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+import numpy as np
 import torch
 import train
 
@@ -23,6 +25,7 @@ from params import tree
 from params.names.qwen3_5 import NAMES
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+DRAFT_PROMPTS, DRAFT_PROMPT, DRAFT_NEW = 200, 64, 128  # prompts, their tokens, and the tokens after each
 GENERATION = {"bos_token_id": None, "do_sample": False, "eos_token_id": 0, "pad_token_id": 0}
 
 
@@ -39,10 +42,22 @@ def main() -> None:
     (args.out / "generation_config.json").write_text(json.dumps(GENERATION, indent=2) + "\n")
     data = train.Data(args.data)
     bits = train.bits_per_byte(train.make_score(model, torch.bfloat16), params, data)
-    (args.out / "README.md").write_text(card(args.data, facts, bits, tree.num_bytes(params)))
+    figures = facts | {"bits": bits, "size": tree.num_bytes(params)} | acceptance(model, params, data)
+    (args.out / "README.md").write_text(card(args.data, figures))
 
 
-def card(data: Path, facts: dict[str, Any], bits: float, size: int) -> str:
+def acceptance(model: fm.Model, params: Any, data: train.Data) -> dict[str, Any]:
+    """Tokens a round of greedy speculation on held-out text, and the share of rounds that took each draft."""
+    starts = np.random.Generator(np.random.Philox(0)).integers(len(data.held_out) - DRAFT_PROMPT, size=DRAFT_PROMPTS)
+    prompts = [data.held_out[start : start + DRAFT_PROMPT].tolist() for start in starts]
+    results = fm.generate(model, params, prompts, DRAFT_NEW, draft="mtp")
+    rounds = sum(result.rounds for result in results)
+    places = zip(*(result.accepted for result in results if result.accepted), strict=True)
+    shares = [sum(place) / rounds for place in places]
+    return {"tokens_a_round": 1 + sum(shares), "shares": shares}
+
+
+def card(data: Path, facts: dict[str, Any]) -> str:
     """The model card, `card.md` with the run's figures in it."""
     corpus = json.loads((data / "corpus.json").read_text())
     tokens = facts["step"] * train.ROWS * train.LENGTH
@@ -59,8 +74,11 @@ def card(data: Path, facts: dict[str, Any], bits: float, size: int) -> str:
         epochs=f"{tokens / corpus['train']['tokens']:.1f}",
         minutes=f"{facts['seconds'] / 60:.0f}",
         window=train.EVAL_LENGTH,
-        bits=f"{bits:.3f}",
-        size=tree.size(size),
+        bits=f"{facts['bits']:.3f}",
+        size=tree.size(facts["size"]),
+        tokens_a_round=f"{facts['tokens_a_round']:.2f}",
+        shares=", ".join(f"{share:.0%}" for share in facts["shares"]),
+        draft_prompts=DRAFT_PROMPTS,
     )
 
 

@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..batch import Batch
+from ..batch import Batch, check_room
 from ..errors import StateError
-from ..model import Model, S
+from ..model import Model, S, at_least_one
 from ..output import LogitsOf, Output
 from ..speculative import Carry, Proposal, kept_tokens
-from ..state import State, commit, like, rewound
+from ..state import State, check_usable, commit, like, rewound
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class MtpDraft:
         state: State,
         out: Output,
         batch: Batch,
-        next_tokens: Int[Tensor, ...],
+        next_tokens: Int[Tensor, "*lead"],
         carry: Carry | None = None,
     ) -> tuple[State, Carry]:
         """Take in what the model has just run: `out` and `batch` of its forward, and the token after each place.
@@ -69,7 +69,15 @@ class MtpDraft:
         Of each row the places before the first -1 of `next_tokens` count: all of a prompt, of a verified window those
         that were accepted, which is how `verify` gives them. A row of which none count keeps its `carry`. On the host,
         `next_tokens` leave the state's lengths known there. Returns the head's state and the carry to propose from.
+        Raises `ValueError` for an output or next tokens of another batch, `StateError` for a carry of other rows.
         """
+        if out.hidden.shape[0] != batch.tokens.shape[0]:
+            raise ValueError(
+                f"extend: the output is of {out.hidden.shape[0]} tokens, the batch has {batch.tokens.shape[0]}; give "
+                "the batch that the model's forward made this output from"
+            )
+        if carry is not None:
+            _check_carry(state, carry)
         following, kept = kept_tokens(batch, next_tokens)
         fed = replace(batch, tokens=following)
         made, state = self.forward(params, state, fed, out.hidden, logits=None, keep_steps=True)
@@ -84,8 +92,13 @@ class MtpDraft:
         """The `steps` likeliest tokens after each row's newest, one after the other.
 
         What the head writes on the way lies past the lengths of `state`; the state returned has the same value, and
-        the pages taken for it.
+        the pages taken for it. Raises `ValueError` for less than one step or a row without room for them, `StateError`
+        for a carry of other rows.
         """
+        at_least_one("propose: steps", steps)
+        check_usable(state)
+        _check_carry(state, carry)
+        check_room(state, [steps - 1] * state.rows)
         after, hidden, drafts = state, carry.hidden, []
         for step in range(steps):
             if step:
@@ -94,3 +107,9 @@ class MtpDraft:
                 hidden = out.hidden
             drafts.append(self.model.family.mtp.logits(params, hidden).argmax(-1))
         return Proposal(carry.token, torch.stack(drafts, 1), state.lengths), rewound(after, state)
+
+
+def _check_carry(state: State, carry: Carry) -> None:
+    rows = carry.token.shape[0]
+    if rows != state.rows:
+        raise StateError(f"the carry has {rows} rows, the state has {state.rows}; select the same rows of both")
