@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
+
 from .drafts import draft as make_draft
 from .model import Model, at_least_one
 from .sampling import Sampling
-from .serving import Event, Request, Result, Row, rounds, strings, token_ids
+from .serving import Event, Request, Result, Row, Setup, rounds, strings, token_ids
 from .speculative import Draft
 from .step import MAX_KEPT_STEPS
 from .text import TextStream, Tokenizer, special_ids
@@ -36,6 +38,7 @@ def generate(
     rows: int | None = None,
     page_size: int = 128,
     chunk: int = 512,
+    recurrent_dtype: torch.dtype | None = None,
 ) -> list[Result]:
     """Continue each prompt; results in the order of the prompts.
 
@@ -43,7 +46,8 @@ def generate(
     `draft="mtp"` speculates: each round the draft proposes `draft_steps` tokens a row and the model verifies them in
     one forward, which changes how many rounds are needed and nothing else. `sampling` is one for all or one a prompt.
     `eos` defaults to the checkpoint's; `()` never ends at a token. At most `rows` prompts (8 by default) run at a
-    time, and prefill takes `chunk` tokens a row and round. `stream` is called with each event. A prompt's tokens
+    time, and prefill takes `chunk` tokens a row and round. `recurrent_dtype` is that of delta-rule matrices (float32 by
+    default; Ascend's operators take bfloat16). `stream` is called with each event. A prompt's tokens
     depend on its own number, settings and text; on others, and on the draft, only through rounding.
 
     Raises `ValueError` before any work for a prompt that is empty, too long or out of the vocabulary, and `TypeError`
@@ -51,8 +55,8 @@ def generate(
     """
     requests = requests_of(model, prompts, max_new_tokens, sampling, eos, stop)
     results: dict[int, Result] = {}
-    setup: dict[str, Any] = {"draft": draft, "draft_steps": draft_steps, "rows": rows}
-    for event in serve(model, params, requests, **setup, page_size=page_size, chunk=chunk):
+    setup: dict[str, Any] = {"draft": draft, "draft_steps": draft_steps, "recurrent_dtype": recurrent_dtype}
+    for event in serve(model, params, requests, rows=rows, page_size=page_size, chunk=chunk, **setup):
         if stream is not None:
             stream(event)
         if event.result is not None:
@@ -94,6 +98,7 @@ def serve(
     rows: int | None = None,
     page_size: int = 128,
     chunk: int = 512,
+    recurrent_dtype: torch.dtype | None = None,
 ) -> Iterator[Event]:
     """Run requests, `rows` at a time, and give an event for each whenever it has new tokens.
 
@@ -114,7 +119,8 @@ def serve(
         Row(number, request, None if tokenizer is None else TextStream(tokenizer, request.stop))
         for number, request in enumerate(requests)
     ]
-    return rounds(model, params, waiting, sizes["rows"], draft, draft_steps, page_size, chunk)
+    setup = Setup(sizes["rows"], page_size, chunk, draft, draft_steps, recurrent_dtype)
+    return rounds(model, params, waiting, setup)
 
 
 def _tokens(model: Model, index: int, prompt: Prompt) -> tuple[int, ...]:

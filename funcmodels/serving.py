@@ -158,35 +158,45 @@ class Row:
         return Result(self.tokens, text, self.reason, self.rounds, prompt, tuple(self.accepted))
 
 
-def rounds(
-    model: Model,
-    params: Any,
-    requests: Sequence[Row],
-    rows: int,
-    draft: Draft | None,
-    draft_steps: int,
-    page_size: int,
-    chunk: int,
-) -> Iterator[Event]:
+@dataclass(frozen=True)
+class Setup:
+    """How requests are run: rows at a time, pages, tokens of a prompt a round, and what drafts."""
+
+    rows: int
+    page_size: int
+    chunk: int
+    draft: Draft | None
+    draft_steps: int
+    recurrent_dtype: torch.dtype | None
+
+
+def rounds(model: Model, params: Any, requests: Sequence[Row], setup: Setup) -> Iterator[Event]:
     """Run rounds until all requests are done; a row that is done goes to the next request, or is given up."""
     waiting = deque(requests)
-    table = [waiting.popleft() for _ in range(min(rows, len(waiting)))]
+    table = [waiting.popleft() for _ in range(min(setup.rows, len(waiting)))]
     if not table:
         return
-    weight = params.embed.weight
-    past_end = 0 if draft is None else draft_steps  # a row's last window may reach this far past its last token
-    longest = max(len(row.request.prompt) + row.request.max_new_tokens for row in requests) + past_end
-    max_len = -(-longest // page_size) * page_size
-    state = model.init_state(len(table), max_len, dtype=weight.dtype, device=weight.device, page_size=page_size)
-    run = Plain(model, params, state, chunk)
-    if draft is not None:
-        run = Drafted(model, params, state, chunk, draft, draft_steps)
+    device = params.embed.weight.device
+    run = _begun(model, params, len(table), requests, setup)
     while table:
-        keys = Keys.of(table, weight.device)
+        keys = Keys.of(table, device)
         while not any(row.reason is not None for row in table):
             offers = run.round(table, keys)
             yield from (row.take(offer) for row, offer in zip(table, offers, strict=True) if offer)
         table = _refilled(run, table, waiting)
+
+
+def _begun(model: Model, params: Any, rows: int, requests: Sequence[Row], setup: Setup) -> Plain:
+    """The loop over an empty state with room for the longest request."""
+    weight, page = params.embed.weight, setup.page_size
+    past_end = 0 if setup.draft is None else setup.draft_steps  # a row's last window may reach this far past its end
+    longest = max(len(row.request.prompt) + row.request.max_new_tokens for row in requests) + past_end
+    state = model.init_state(
+        rows, -(-longest // page) * page, weight.dtype, setup.recurrent_dtype, weight.device, page_size=page
+    )
+    if setup.draft is None:
+        return Plain(model, params, state, setup.chunk)
+    return Drafted(model, params, state, setup.chunk, setup.draft, setup.draft_steps)
 
 
 @torch.no_grad()

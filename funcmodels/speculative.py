@@ -107,8 +107,10 @@ def verify(
 def kept_tokens(batch: Batch, next_tokens: Int[Tensor, "*lead"]) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " rows"]]:
     """The token after each place of `batch`, on its device (0 for -1); and how many count a row, where they were given.
 
-    `ValueError` unless there is one a token of the batch.
+    `ValueError` unless there is one a token of the batch, `TypeError` unless they are integers.
     """
+    if next_tokens.is_floating_point() or next_tokens.dtype == torch.bool:
+        raise TypeError(f"extend: next tokens must be integers, found {next_tokens.dtype}")
     following = next_tokens.reshape(-1)
     tokens = batch.tokens
     if following.shape != tokens.shape:
