@@ -13,8 +13,13 @@ from pathlib import Path
 import lowering
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md",)
-TABLES = {"kernels": lowering.table}
+DOCUMENTS = ("README.md", "docs/ascend.md")
+TABLES = {
+    "kernels": lowering.table,
+    "ascend_targets": lowering.npu_kernels.target_table,
+    "ascend_ops": lowering.npu_kernels.op_table,
+    "ascend_kernels": lowering.npu_kernels.kernel_table,
+}
 
 
 def filled(text: str) -> str:

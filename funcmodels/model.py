@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 import params as checkpoints
+from lowering import host_side
 from params.errors import ConfigError
 from params.names import qwen3_5 as names
 
 from . import state as states
 from .batch import Batch
+from .host_sides import forward_on_host
 from .models import qwen3_5
 from .output import LogitsOf, Output
 from .pages import PagePool
@@ -71,9 +73,13 @@ class Model:
     def __repr__(self) -> str:
         return f"Model({self.config!r})"
 
-    def param_spec(self) -> Any:
-        """The parameter tree with a `TensorSpec` (shape, dtype, initialiser) at each leaf."""
-        return self.family.param_spec(self.config)
+    def param_spec(self, dtype: torch.dtype | None = None) -> Any:
+        """The parameter tree with a `TensorSpec` (shape, dtype, initialiser) at each leaf.
+
+        `dtype` is entered where a leaf pins none, which makes the tree stand for parameters of that dtype.
+        """
+        spec = self.family.param_spec(self.config)
+        return spec if dtype is None else checkpoints.map(lambda leaf: replace(leaf, dtype=leaf.dtype or dtype), spec)
 
     def init_params(self, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
         """Random parameters, the same for the same seed whatever else the tree holds."""
@@ -115,6 +121,7 @@ class Model:
             device=device, checked=checked,
         )  # fmt: skip
 
+    @host_side(forward_on_host)
     def forward(
         self,
         params: Any,

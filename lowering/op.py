@@ -24,13 +24,16 @@ from params import tree
 from . import registry
 from . import target as targets
 from .errors import LoweringError
-from .policy import MODE, Mode
+from .policy import MODE, Mode, Policy
 from .target import TARGETS, Target
+from .weights import PreparedWeight
 
 F = TypeVar("F", bound=Callable[..., Any])
 Refusal = Callable[..., "str | None"]
 
 REFERENCE = "torch"
+FUSED = "fused"
+"""Stands among the refused kernels for the operator that a target does not have."""
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 """Types of static arguments that stand for themselves in the key of a choice."""
@@ -53,6 +56,7 @@ class Kernel:
     `eager=True` marks one that writes in place and loops to spare memory passes: it is refused where anything records
     or maps the operators (tracing, function transforms, gradients).
     `prepare(weight)` makes, once, the weight layout that the kernel wants, or returns None for a weight it leaves.
+    `operators` are the operators outside Torch that it calls: it is refused where the target lacks one.
     """
 
     name: str
@@ -65,6 +69,7 @@ class Kernel:
     differentiable: bool = True
     eager: bool = False
     prepare: Callable[[Any], Any] | None = None
+    operators: tuple[str, ...] = ()
 
     def serves(self, target: Target) -> bool:
         """Whether the kernel was written for this target."""
@@ -81,24 +86,6 @@ class Choice:
     target: Target
 
 
-@dataclass(frozen=True)
-class _Empty:
-    """What is known of a tensor without values."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def like(cls, value: Any) -> Any:
-        """That of a tensor; anything else as it is."""
-        return cls(tuple(value.shape), value.dtype, value.device) if isinstance(value, Tensor) else value
-
-    def made(self) -> Tensor:
-        """Such a tensor."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-
 class Op:
     """A dispatchable function. Call it; `explain` it; register kernels on it with `kernel`."""
 
@@ -110,11 +97,16 @@ class Op:
         reference = Kernel(REFERENCE, body, tuple(TARGETS))
         self.kernels: dict[str, Kernel] = {REFERENCE: reference}
         self._choices: dict[Any, Choice] = {}
-        self._dry_results: dict[Any, Any] = {}
+        self.dry_results: dict[Any, Any] = {}
+        self.lacking: dict[str, str] = {}
         registry.add(self)
 
     def __repr__(self) -> str:
         return f"<op {self.name}: kernels {', '.join(self.kernels)}>"
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        """An op is pickled and copied by name: there is one of each."""
+        return registry.find, (self.name,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the kernel chosen for this call."""
@@ -128,15 +120,9 @@ class Op:
             kernel = choice.kernel
         if mode.report is not None:
             mode.report.add(choice, args, kwargs)
-        if mode.dry:
-            return self._dry_run(key, self.body if kernel.host_reads else kernel.run, args, kwargs)
+        if mode.dry is not None:
+            return mode.dry(self, choice, key, args, kwargs)
         return kernel.run(*args, **kwargs)
-
-    def _dry_run(self, key: tuple[Any, ...], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The result without values: it depends on the signature alone, and a model's layers repeat a few of those."""
-        if key not in self._dry_results:
-            self._dry_results[key] = tree.map(_Empty.like, run(*args, **kwargs))
-        return tree.map(lambda leaf: leaf.made() if isinstance(leaf, _Empty) else leaf, self._dry_results[key])
 
     def _first(self, key: tuple[Any, ...], mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """The choice for a signature not seen before; `key[1]` are its surroundings."""
@@ -155,6 +141,7 @@ class Op:
         differentiable: bool = True,
         eager: bool = False,
         prepare: Callable[[Any], Any] | None = None,
+        operators: tuple[str, ...] = (),
     ) -> Callable[[F], F]:
         """Register a kernel. Kernels are tried in the order registered, the reference last."""
 
@@ -166,15 +153,28 @@ class Op:
                     f"{self.name}: kernel {name!r} takes {inspect.signature(run)}, the op takes {self.signature}"
                 )
             added = Kernel(
-                name, run, targets, refuse, host_reads, batches, forward_ad, differentiable, eager, prepare
+                name, run, targets, refuse, host_reads, batches, forward_ad, differentiable, eager, prepare, operators
             )  # fmt: skip
             reference = self.kernels.pop(REFERENCE)
             self.kernels |= {name: added, REFERENCE: reference}
             self._choices.clear()
-            self._dry_results.clear()
+            self.dry_results.clear()
             return run
 
         return register
+
+    def without(self, targets: tuple[str, ...], reason: str) -> None:
+        """Say why these targets have no operator of their own for this op; `explain` shows it as `fused`'s refusal."""
+        for target in targets:
+            if target in self.lacking:
+                raise LoweringError(f"{self.name}: a reason for {target} is given twice")
+            self.lacking[target] = reason
+        self._choices.clear()
+
+    def serving(self, target: str | Target) -> list[Kernel]:
+        """The kernels written for a target, in the order they are tried."""
+        machine = targets.named(target)
+        return [kernel for kernel in self.kernels.values() if kernel.serves(machine)]
 
     def kernel_named(self, name: str) -> Kernel:
         """The kernel called `name`, or `LoweringError` listing those there are."""
@@ -192,10 +192,10 @@ class Op:
     def choose(self, mode: Mode, surroundings: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """Try the kernels in order; `LoweringError` when the policy leaves none."""
         target = mode.target or targets.of_device(_device(args, kwargs))
-        surroundings = "" if mode.dry else surroundings or _without_values(args, kwargs)
+        surroundings = "" if mode.dry is not None else surroundings or _without_values(args, kwargs)
         asked = mode.policy.prefer.get(self.name)
         tried = [self.kernel_named(asked)] if asked else list(self.kernels.values())
-        refused: dict[str, str] = {}
+        refused = {FUSED: self.lacking[target.name]} if target.name in self.lacking and asked is None else {}
         for kernel in tried:
             if kernel.name == REFERENCE and mode.policy.strict and asked is None:
                 refused[kernel.name] = "strict=True leaves the Torch reference out"
@@ -204,7 +204,21 @@ class Op:
             if reason is None:
                 return Choice(self.name, kernel, refused, target)
             refused[kernel.name] = reason
+        if asked is not None and not self.kernels[asked].serves(target):
+            raise LoweringError(self._elsewhere(self.kernels[asked], mode, surroundings, args, kwargs))
         raise LoweringError(_no_kernel(self, target, asked, refused, args, kwargs))
+
+    def _elsewhere(self, kernel: Kernel, mode: Mode, surroundings: str, args: Any, kwargs: Any) -> str:
+        """What to say of a kernel asked for by name that was written for other targets."""
+        prefer = {name: asked for name, asked in mode.policy.prefer.items() if name != self.name}
+        target = mode.target or targets.of_device(_device(args, kwargs))
+        free = Mode(Policy(prefer, mode.policy.strict), target, dry=mode.dry)
+        *others, last = kernel.targets
+        needed = f"{', '.join(others)} or {last}" if others else last
+        return (
+            f"{self.name}: kernel {kernel.name!r} needs {needed}, target is {target.name}; "
+            f"use {self.choose(free, surroundings, args, kwargs).kernel.name!r} or drop the preference"
+        )
 
 
 def op(body: Callable[..., Any]) -> Op:
@@ -215,6 +229,15 @@ def op(body: Callable[..., Any]) -> Op:
 def _refusal(kernel: Kernel, target: Target, surroundings: str, args: Any, kwargs: Any) -> str | None:
     if not kernel.serves(target):
         return f"serves {', '.join(kernel.targets)}; target is {target.name}"
+    owners = [value.kernels for value in (*args, *kwargs.values()) if isinstance(value, PreparedWeight)]
+    if kernel.name != REFERENCE and any(kernel.name not in names for names in owners):
+        return f"takes no weight that was prepared for {', '.join(owners[0])}"
+    if kernel.operators:
+        from .npu.features import missing
+
+        lacking = missing(kernel.operators, target)
+        if lacking is not None:
+            return lacking
     if kernel.host_reads and surroundings not in _DIFFERENTIATED:
         return f"reads lengths or ids on the host, which {surroundings} does not allow"
     if kernel.eager and surroundings:

@@ -20,6 +20,7 @@ from .target import Target
 
 if TYPE_CHECKING:
     from .report import Report
+    from .trace import DryRun
 
 ENVIRONMENT = "FUNCMODELS_LOWERING"
 
@@ -40,17 +41,17 @@ _MODE_KEYS: dict[tuple[Policy, Target | None, bool], int] = {}
 
 @dataclass(frozen=True)
 class Mode:
-    """What an op call reads from its surroundings. `dry` chooses for a real run but executes reference bodies."""
+    """What an op call reads from its surroundings. With `dry`, kernels are chosen as in a real run; none computes."""
 
     policy: Policy
     target: Target | None = None
     report: Report | None = None
-    dry: bool = False
+    dry: DryRun | None = None
     key: int = field(init=False)
 
     def __post_init__(self) -> None:
         # A small number stands for (policy, target, dry) in the key of a choice, since it is hashed on every op call.
-        key = _MODE_KEYS.setdefault((self.policy, self.target, self.dry), len(_MODE_KEYS))
+        key = _MODE_KEYS.setdefault((self.policy, self.target, self.dry is not None), len(_MODE_KEYS))
         object.__setattr__(self, "key", key)
 
 

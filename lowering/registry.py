@@ -36,9 +36,6 @@ def table() -> str:
     names = [name for name, target in TARGETS.items() if target.refused is None]
     lines = ["| op | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for op in sorted(OPS.values(), key=lambda op: op.name):
-        cells = []
-        for name in names:
-            served = [f"`{kernel.name}`" for kernel in op.kernels.values() if kernel.serves(TARGETS[name])]
-            cells.append(", ".join(served))
+        cells = [", ".join(f"`{kernel.name}`" for kernel in op.serving(name)) for name in names]
         lines.append(f"| `{op.name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -7,7 +7,7 @@ Ascend 950 would run.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,15 +16,33 @@ from .errors import LoweringError
 
 @dataclass(frozen=True)
 class Target:
-    """A machine by name: the Torch device type it shows up as, and what people call it."""
+    """A machine by name: the Torch device type it shows up as, and what people call it.
+
+    For Ascend, also what tells the machines apart: `soc` is a regular expression of the names that the driver gives
+    them, `unified_buffer` the bytes a vector core works in, `torch_npu` the version whose operators are taken to be
+    there, `cann` the toolkit beneath it where the machine was detected.
+    """
 
     name: str
     device: str
     title: str
     refused: str | None = None
+    soc: str | None = None
+    unified_buffer: int | None = None
+    torch_npu: str | None = None
+    cann: str | None = None
 
     def __str__(self) -> str:
         return self.name
+
+
+KIB = 1024
+DEFAULT_TORCH_NPU = "2.13.0"
+"""The version of torch_npu that a target named without one is taken to have."""
+
+
+def _ascend(name: str, title: str, soc: str, unified_buffer: int | None, refused: str | None = None) -> Target:
+    return Target(name, "npu", title, refused, soc, unified_buffer, DEFAULT_TORCH_NPU)
 
 
 TARGETS: dict[str, Target] = {
@@ -32,19 +50,28 @@ TARGETS: dict[str, Target] = {
     for target in (
         Target("cpu", "cpu", "any CPU"),
         Target("cuda", "cuda", "NVIDIA GPU"),
-        Target("ascend910b", "npu", "Ascend 910B (Atlas A2)"),
-        Target("ascend910_93", "npu", "Ascend 910_93 (Atlas A3)"),
-        Target("ascend950", "npu", "Ascend 950 (Atlas A5)"),
-        Target("ascend310p", "npu", "Ascend 310P", refused="no operator has been checked for Ascend 310P"),
+        _ascend("ascend910b", "Ascend 910B (Atlas A2)", r"Ascend910B\d", 192 * KIB),
+        _ascend("ascend910_93", "Ascend 910_93 (Atlas A3)", r"Ascend910_93", 192 * KIB),
+        _ascend("ascend950", "Ascend 950 (Atlas A5)", r"Ascend(950|910_95)", 248 * KIB),
+        _ascend(
+            "ascend310p", "Ascend 310P", r"Ascend310P", None, refused="no operator has been checked for Ascend 310P"
+        ),
     )
 }
 
 EVERY = tuple(name for name, target in TARGETS.items() if target.refused is None)
 """Names of the targets that are not refused: what a kernel of plain Torch operators serves."""
 
+ASCEND = tuple(name for name in EVERY if TARGETS[name].device == "npu")
+"""Names of the Ascend targets that are not refused."""
 
-def named(name: str | Target) -> Target:
-    """The target called `name`; `LoweringError` for one that is unknown or refused."""
+
+def named(name: str | Target, *, torch_npu: str | None = None) -> Target:
+    """The target called `name`, with another version of torch_npu where one is given.
+
+    Raises `LoweringError` for a target that is unknown or refused, and for a torch_npu version on a machine that has
+    none.
+    """
     target = name if isinstance(name, Target) else TARGETS.get(name)
     if target is None:
         near = difflib.get_close_matches(str(name), TARGETS, n=1)
@@ -52,7 +79,11 @@ def named(name: str | Target) -> Target:
         raise LoweringError(f"unknown target {name!r}; {hint}known targets: {', '.join(TARGETS)}")
     if target.refused is not None:
         raise LoweringError(f"target {target.name!r} is refused: {target.refused}")
-    return target
+    if torch_npu is None:
+        return target
+    if target.torch_npu is None:
+        raise LoweringError(f"target {target.name!r} has no torch_npu, found torch_npu={torch_npu!r}; leave it out")
+    return replace(target, torch_npu=torch_npu)
 
 
 def of_device(device: torch.device) -> Target:
@@ -61,6 +92,10 @@ def of_device(device: torch.device) -> Target:
         return TARGETS["cpu"]
     if device.type == "cuda":
         return TARGETS["cuda"]
+    if device.type == "npu":
+        from .npu.device import detected
+
+        return detected(device)
     raise LoweringError(
         f"tensors are on {device}, and no target is known for device type {device.type!r}; "
         f"name one with lowering.use(target=...): {', '.join(TARGETS)}"

@@ -6,42 +6,64 @@ A parameter node that owns weights of an op says so with a method
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch.utils._pytree as pytree
 from torch import Tensor
 
 from . import registry
 from . import target as targets
+from .errors import LoweringError
+from .policy import MODE
 from .target import Target
 
 T = TypeVar("T")
 
 
 class PreparedWeight:
-    """A weight in a kernel's own layout: has a `device` and a `static_key()`, and means nothing to other kernels."""
+    """A weight in a kernel's own layout: has a `device` and a `static_key()`, and means nothing to other kernels.
+
+    `kernels` are the names of those that read it. A class whose plain values can be had back also has `plain`.
+    """
+
+    kernels: ClassVar[tuple[str, ...]]
+
+    def plain(self) -> Tensor:
+        """The weight as the op's reference reads it. `LoweringError` where only its kernel knows the layout."""
+        raise LoweringError(
+            f"a {type(self).__name__} can only be read by {', '.join(self.kernels)}, and that kernel is refused here; "
+            "use the plain parameters"
+        )
+
+
+def plain(weight: Tensor | PreparedWeight) -> Tensor:
+    """A weight as the op's reference reads it."""
+    return weight.plain() if isinstance(weight, PreparedWeight) else weight
 
 
 def prepare(params: T, target: str | Target | None = None) -> T:
-    """The same parameters with each weight in the layout of the first kernel that wants one on `target`.
+    """The same parameters with each weight in the layout of the kernel that will read it on `target`.
 
+    That is the first kernel of its op that serves the target and has the operators it needs; if that one wants no
+    layout of its own the weight stays plain.
     The result is for inference: keep the plain tree to save, cast, move, deepcopy or train. Nothing here checks for
     these: saving, casts and arithmetic on a prepared weight raise Torch's own errors (`NotImplementedError` or
     `RuntimeError` about opaque or MKL-DNN tensors). Under gradients and function transforms its op raises
     `LoweringError`. Weights too small to gain, or of a dtype that no kernel packs, stay plain.
-    `target` defaults to the weight's own device.
+    `target` defaults to the one in force (see `use`), then to the weight's own device.
     """
-    chosen = None if target is None else targets.named(target)
+    from .npu.features import missing
+
+    chosen = MODE.get().target if target is None else targets.named(target)
 
     def weight(op: str, plain: Any) -> Any:
         if not isinstance(plain, Tensor):
             return plain
         machine = chosen or targets.of_device(plain.device)
         for kernel in registry.find(op).kernels.values():
-            if kernel.prepare is not None and kernel.serves(machine):
-                prepared = kernel.prepare(plain)
-                if prepared is not None:
-                    return prepared
+            if kernel.serves(machine) and not (kernel.operators and missing(kernel.operators, machine)):
+                prepared = None if kernel.prepare is None else kernel.prepare(plain)
+                return plain if prepared is None else prepared
         return plain
 
     def visit(node: Any) -> Any:

@@ -1,28 +1,14 @@
-"""How near two results must be. The only place with numeric tolerances.
-
-A bound is relative to the expected value, plus the same fraction of its root mean square (so that it means the same
-for small and large tensors). It grows with the square root of the length of the longest sum, as rounding errors do.
-"""
+"""Comparing trees of tensors by the bounds of `lowering.tolerances`, which are the only ones."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-BASE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""Bound by dtype for sums of up to 64 terms."""
-
-VANISHED = 1e-28
-"""Values below this may be taken as zero: kernels drop decays and states below 1e-30, far above denormal numbers."""
-
-
-def bound(dtype: torch.dtype, length: int = 1) -> float:
-    """The relative bound for values of `dtype` made by sums of `length` terms."""
-    return BASE[dtype] * max(1.0, math.sqrt(length / 64))
+from lowering.tolerances import allowed, bound
 
 
 def assert_close(
@@ -63,10 +49,10 @@ def _assert_tensor_close(actual: Tensor, expected: Tensor, index: int, relative:
         return
     x, y = actual.double(), expected.double()
     assert torch.isfinite(x).all() and torch.isfinite(y).all(), f"leaf {index}: not finite"
-    allowed = relative * (y.abs() + y.square().mean().sqrt().clamp(min=scale)) + VANISHED
-    excess = (x - y).abs() - allowed
+    most = allowed(y, relative, scale)
+    excess = (x - y).abs() - most
     worst = int(excess.argmax())
     assert excess.max() <= 0, (
         f"leaf {index}: {x.flatten()[worst]:.9g}, expected {y.flatten()[worst]:.9g} "
-        f"(difference {(x - y).flatten()[worst].abs():.3g}, allowed {allowed.flatten()[worst]:.3g})"
+        f"(difference {(x - y).flatten()[worst].abs():.3g}, allowed {most.flatten()[worst]:.3g})"
     )

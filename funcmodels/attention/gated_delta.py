@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowering import ops
-from lowering.ops import DeltaTrail, WindowTrail
+from lowering.ops import DeltaInputs, DeltaTrail, WindowTrail
 from params.spec import TensorSpec
 from params.tree import tree, unchecked
 
@@ -35,7 +35,7 @@ class DeltaTrails:
     """The trails of window and delta state while pending."""
 
     window: WindowTrail
-    delta: DeltaTrail
+    delta: DeltaTrail | DeltaInputs
 
 
 @tree

@@ -46,6 +46,15 @@ class Norm:
     weight: Float[Tensor, " dim"]
 
 
+@tree
+class GemmaNorm(Norm):
+    """The weight of a norm that multiplies by one plus it."""
+
+    def lower_weights(self, prepare: PrepareWeight) -> GemmaNorm:
+        """With the weight in the layout of the kernel that will read it."""
+        return unchecked(GemmaNorm, weight=prepare("gemma_rms_norm", self.weight))
+
+
 def linear_spec(inputs: int, *parts: int) -> Linear:
     """Spec of a projection from `inputs` to the sum of `parts`."""
     return unchecked(Linear, weight=TensorSpec((sum(parts), inputs), parts=parts if len(parts) > 1 else None))
@@ -53,4 +62,4 @@ def linear_spec(inputs: int, *parts: int) -> Linear:
 
 def norm_spec(dim: int, init: Init) -> Norm:
     """Spec of a norm weight; gemma norms start at zeros, plain ones at ones."""
-    return unchecked(Norm, weight=TensorSpec((dim,), init))
+    return unchecked(GemmaNorm if init == "zeros" else Norm, weight=TensorSpec((dim,), init))

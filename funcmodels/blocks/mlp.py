@@ -10,7 +10,7 @@ from lowering import ops
 from params.spec import TensorSpec
 from params.tree import tree, unchecked
 
-from .linear import Linear, linear_spec
+from .linear import Linear, PrepareWeight, linear_spec
 
 
 @tree
@@ -27,6 +27,10 @@ class Experts:
 
     gate_up: Float[Tensor, "experts twice_inner hidden"]
     down: Float[Tensor, "experts hidden inner"]
+
+    def lower_weights(self, prepare: PrepareWeight) -> Experts:
+        """With the weights in the layout of the kernel that will read them."""
+        return unchecked(Experts, gate_up=prepare("experts", self.gate_up), down=prepare("experts", self.down))
 
 
 @tree

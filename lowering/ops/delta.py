@@ -8,6 +8,8 @@ Source: Gated Delta Networks (arXiv 2412.06464), as in the Qwen3.5 linear-attent
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -53,6 +55,32 @@ class DeltaTrail:
         return replay_delta(self.before, self.keys, self.updates, self.decay, accepted)
 
 
+@tree
+class DeltaInputs:
+    """Enough to stand after any of the newest tokens: the state before them and what each gave to the rule.
+
+    For kernels that do not tell what they wrote. Rows are a rectangle; cells past a row's end change nothing.
+    """
+
+    before: Float[Tensor, "slots v_heads v_dim k_dim"]
+    keys: Float[Tensor, "rows steps k_heads k_dim"]
+    values: Float[Tensor, "rows steps v_heads v_dim"]
+    decay: Float[Tensor, "rows steps v_heads"]
+    beta: Float[Tensor, "rows steps v_heads"]
+
+    def at(self, accepted: Int[Tensor, " rows"]) -> Float[Tensor, "slots v_heads v_dim k_dim"]:
+        """The state after the first `accepted` of each row's new tokens: the rule again, with the rest left out."""
+        rows, steps = self.keys.shape[:2]
+        taken = (torch.arange(steps, device=accepted.device) < accepted[:, None])[..., None]
+        # No decay and no write strength: such a token leaves the state as it is.
+        decay, beta = (torch.where(taken, x, 0).flatten(0, 1) for x in (self.decay, self.beta))
+        keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
+        start = torch.arange(0, (rows + 1) * steps, steps, dtype=torch.int32, device=accepted.device)
+        hints: dict[str, Any] = {"max_query": steps, "uniform": True, "keep_steps": False}
+        _, after, _ = gated_delta_rule(keys, keys, values, decay, beta, self.before, start, **hints)
+        return after
+
+
 @op
 def replay_delta(
     before: Float[Tensor, "slots v_heads v_dim k_dim"],
@@ -86,7 +114,11 @@ def gated_delta_rule(
     max_query: int,
     uniform: bool,
     keep_steps: bool,
-) -> tuple[Float[Tensor, "tokens v_heads v_dim"], Float[Tensor, "slots v_heads v_dim k_dim"] | None, DeltaTrail | None]:
+) -> tuple[
+    Float[Tensor, "tokens v_heads v_dim"],
+    Float[Tensor, "slots v_heads v_dim k_dim"] | None,
+    DeltaTrail | DeltaInputs | None,
+]:
     """Outputs of every token, and the state after each row's last one (the recurrence, token by token).
 
     Slots are rows plus one scratch slot, the last. With `keep_steps` the old state and a trail are returned instead.

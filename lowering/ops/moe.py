@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..op import op
+from ..weights import PreparedWeight, plain
 from .mlp import swiglu
 from .widen import wide
 
@@ -29,14 +30,14 @@ def experts(
     x: Float[Tensor, "tokens hidden"],
     weights: Float[Tensor, "tokens choices"],
     ids: Int[Tensor, "tokens choices"],
-    gate_up: Float[Tensor, "experts twice_inner hidden"],
-    down: Float[Tensor, "experts hidden inner"],
+    gate_up: Float[Tensor, "experts twice_inner hidden"] | PreparedWeight,
+    down: Float[Tensor, "experts hidden inner"] | PreparedWeight,
 ) -> Float[Tensor, "tokens hidden"]:
     """Sum over each token's experts of weight * down(swiglu(gate_up x)), in the order of expert ids.
 
     The reference sends every token through every expert, with weight zero where it was not chosen.
     """
-    out = torch.zeros_like(x)
+    out, gate_up, down = torch.zeros_like(x), plain(gate_up), plain(down)
     for expert in range(gate_up.shape[0]):
         weight = torch.where(ids == expert, weights, 0).sum(-1, keepdim=True)
         y = swiglu.body(x @ gate_up[expert].mT) @ down[expert].mT

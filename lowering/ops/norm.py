@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..op import op
+from ..weights import PreparedWeight, plain
 from .widen import wide
 
 Activation = Literal["silu", "sigmoid"]
@@ -52,24 +53,28 @@ def add_rms_norm(
 
 @op
 def gemma_rms_norm(
-    x: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"], *, eps: float
+    x: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"] | PreparedWeight, *, eps: float
 ) -> Float[Tensor, "*lead dim"]:
     """Unit root mean square times (1 + weight), all in float32, rounded once (Gemma3, Qwen3.5)."""
-    return (_normalise(x, eps)[0] * (1 + wide(weight))).to(x.dtype)
+    return (_normalise(x, eps)[0] * (1 + wide(plain(weight)))).to(x.dtype)
 
 
 @op
 def gemma_rms_norm_rstd(
-    x: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"], *, eps: float
+    x: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"] | PreparedWeight, *, eps: float
 ) -> tuple[Float[Tensor, "*lead dim"], Float[Tensor, "*lead 1"]]:
     """`gemma_rms_norm`, and the float32 reciprocal deviation of each row."""
     unit, rstd = _normalise(x, eps)
-    return (unit * (1 + wide(weight))).to(x.dtype), rstd
+    return (unit * (1 + wide(plain(weight)))).to(x.dtype), rstd
 
 
 @op
 def add_gemma_rms_norm(
-    x: Float[Tensor, "*lead dim"], residual: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"], *, eps: float
+    x: Float[Tensor, "*lead dim"],
+    residual: Float[Tensor, "*lead dim"],
+    weight: Float[Tensor, " dim"] | PreparedWeight,
+    *,
+    eps: float,
 ) -> tuple[Float[Tensor, "*lead dim"], Float[Tensor, "*lead dim"]]:
     """`gemma_rms_norm` of the rounded sum x + residual, and that sum."""
     total = x + residual

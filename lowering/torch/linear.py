@@ -21,6 +21,8 @@ SMALLEST = {torch.float32: 2**19, torch.bfloat16: 2**15}
 class PackedWeight(PreparedWeight):
     """A weight [outputs inputs] in oneDNN's layout for small row counts. Its bytes mean nothing outside the kernel."""
 
+    kernels = ("onednn_packed",)
+
     packed: Tensor
     shape: tuple[int, int] = static()
     dtype: torch.dtype = static()

@@ -34,12 +34,12 @@ def arguments(case: Case, kernel: Kernel, dtype: torch.dtype) -> tuple[tuple[Any
 def line(case: Case, dtype: torch.dtype, rounds: int) -> str:
     """Times of the reference and of every kernel of this machine on one case."""
     runs, refusals = {}, []
-    for name, kernel in OPS[case.op].kernels.items():
+    for kernel in OPS[case.op].serving("cpu"):
         made = arguments(case, kernel, dtype)
         if isinstance(made, str):
-            refusals.append(f"{name}: {made}")
-        elif "cpu" in kernel.targets:
-            runs[name] = lambda run=kernel.run, made=made: run(*made[0], **made[1])
+            refusals.append(f"{kernel.name}: {made}")
+        else:
+            runs[kernel.name] = lambda run=kernel.run, made=made: run(*made[0], **made[1])
     times = dict(zip(runs, best(rounds, *runs.values()), strict=True))
     reference = times.pop(REFERENCE)
     shown = "".join(f"  {name} {1e6 * t:10.1f} us {reference / t:6.2f}x" for name, t in times.items())

@@ -35,7 +35,8 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 def kernels_for(op: Op, args: Any, kwargs: Any) -> list[str]:
     """Names of the kernels that take this call, the reference among them."""
-    return [n for n, kernel in op.kernels.items() if kernel.refuse is None or kernel.refuse(*args, **kwargs) is None]
+    kernels = op.serving("cpu")
+    return [kernel.name for kernel in kernels if kernel.refuse is None or kernel.refuse(*args, **kwargs) is None]
 
 
 def held(pool: Tensor, table: Tensor, length: int) -> Tensor:

@@ -50,8 +50,8 @@ def by_rows(rows: Rows, args: Any) -> tuple[Tensor, Tensor]:
 def kernels_for(args: Any, kwargs: Any) -> list[str]:
     """Names of the kernels that take this call, the reference among them."""
     return [
-        n
-        for n, kernel in gated_delta_rule.kernels.items()
+        kernel.name
+        for kernel in gated_delta_rule.serving("cpu")
         if kernel.refuse is None or kernel.refuse(*args, **kwargs) is None
     ]
 

@@ -10,7 +10,7 @@ import torch
 import lowering
 from lowering import OPS, LoweringError, Policy
 from lowering.op import REFERENCE, Kernel
-from lowering.target import TARGETS, of_device
+from lowering.target import TARGETS
 from tests.cases import CASES, Case, live
 from tests.tolerances import assert_close
 
@@ -18,8 +18,8 @@ KERNELS = [kernel for op in OPS.values() for kernel in op.kernels.values() if ke
 PAIRS = [
     pytest.param(case, kernel, id=f"{case}-{kernel.name}")
     for case in CASES
-    for kernel in OPS[case.op].kernels.values()
-    if kernel.name != REFERENCE and kernel.serves(of_device(torch.device("cpu")))
+    for kernel in OPS[case.op].serving("cpu")
+    if kernel.name != REFERENCE
 ]
 
 
@@ -61,8 +61,9 @@ def test_a_kernel_takes_at_least_one_case(kernel: Kernel) -> None:
     taken = []
     for case in CASES:
         if case.op == name:
-            args, kwargs = prepared(kernel, case, torch.float32)
-            taken.append(kernel.refuse is None or kernel.refuse(*args, **kwargs) is None)
+            for dtype in (torch.float32, torch.bfloat16):
+                args, kwargs = case.arguments(dtype) if kernel.operators else prepared(kernel, case, dtype)
+                taken.append(kernel.refuse is None or kernel.refuse(*args, **kwargs) is None)
     assert any(taken)
 
 

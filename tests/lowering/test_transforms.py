@@ -63,7 +63,10 @@ def test_vmap_maps_an_op(case: Case) -> None:
 
 
 DIFFERENTIABLE = [
-    case for case in OUT_OF_PLACE if case.op not in ("rotary_angles", "mrope_angles") and case.name != "empty"
+    # A difference quotient and forward mode are compared in float32, which a bfloat16 state is not.
+    case
+    for case in OUT_OF_PLACE
+    if case.op not in ("rotary_angles", "mrope_angles") and case.name != "empty" and "bf16" not in case.name
 ]
 
 
@@ -151,7 +154,7 @@ def strided(x: Tensor) -> Tensor:
 def test_strided_arguments(case: Case) -> None:
     """Each tensor argument in turn as a non-contiguous view, through every kernel that takes the call."""
     args, kwargs = case.arguments()
-    for kernel in OPS[case.op].kernels.values():
+    for kernel in OPS[case.op].serving("cpu"):
         if kernel.refuse is not None and kernel.refuse(*args, **kwargs) is not None:
             continue
         for index, x in enumerate(args):

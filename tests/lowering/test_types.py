@@ -41,7 +41,7 @@ for case in CASES:
     if case.bench:
         continue
     for dtype in (torch.float32, torch.bfloat16):
-        for kernel in OPS[case.op].kernels.values():
+        for kernel in OPS[case.op].serving("cpu"):
             args, kwargs = case.arguments(dtype)
             if kernel.refuse is None or kernel.refuse(*args, **kwargs) is None:
                 with lowering.use(Policy({case.op: kernel.name})):
@@ -79,7 +79,7 @@ for line in {WRONG!r}.strip().splitlines():
     args, kwargs = case.arguments()
     at = list(op.signature.parameters).index(argument)
     args = (*args[:at], eval(change, {{"x": args[at]}}), *args[at + 1 :])
-    for kernel in op.kernels.values():
+    for kernel in op.serving("cpu"):
         if kernel.refuse is not None and kernel.refuse(*args, **kwargs) is not None:
             continue
         try:

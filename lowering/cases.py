@@ -1,0 +1,379 @@
+"""Argument sets of every op, for tests, benches and the device check: model shapes in small, real widths, awkward ones.
+
+A case makes its arguments from a seed and a dtype, the same each time. Tests and `python -m lowering check` run them
+all; benches run those marked `bench`, which have a model's real widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .host import HostLengths
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Draw:
+    """Random tensors of one dtype from one seed."""
+
+    def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
+        self.dtype = dtype
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Standard normal values."""
+        return torch.randn(shape, generator=self._generator).to(dtype or self.dtype)
+
+    def uniform(self, low: float, high: float, *shape: int) -> Tensor:
+        """Float32 values in [low, high)."""
+        return low + (high - low) * torch.rand(shape, generator=self._generator)
+
+    def ids(self, below: int, *shape: int) -> Tensor:
+        """Integers in [0, below)."""
+        return torch.randint(below, shape, generator=self._generator)
+
+    def distinct(self, below: int, rows: int, columns: int) -> Tensor:
+        """[rows columns] integers in [0, below), distinct within a row."""
+        return torch.rand(rows, below, generator=self._generator).argsort(-1)[:, :columns]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an op. `length` is that of its longest sum, for the tolerance."""
+
+    op: str
+    name: str
+    make: Callable[[Draw], Arguments]
+    length: int = 1
+    bench: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.op}[{self.name}]"
+
+    def arguments(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> Arguments:
+        """The positional and keyword arguments, made afresh."""
+        return self.make(Draw(dtype, seed))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """New tokens and past tokens of each row, and padding behind them."""
+
+    name: str
+    counts: tuple[int, ...]
+    past: tuple[int, ...]
+    padding: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Length of the token axis."""
+        return sum(self.counts) + self.padding
+
+    def query_start(self) -> Tensor:
+        """Where each row starts, and the end of the last."""
+        return torch.tensor([0, *accumulate(self.counts)], dtype=torch.int32)
+
+    def hints(self) -> dict[str, Any]:
+        """The static facts that ops over rows take."""
+        uniform = len(set(self.counts)) == 1 and not self.padding and self.counts[0] > 0
+        return {"max_query": max(self.counts), "uniform": uniform}
+
+
+ROWS = (
+    Rows("one_token", (1,), (9,)),
+    Rows("decode", (1, 1, 1), (4, 0, 11)),
+    Rows("uniform", (9, 9), (0, 5)),
+    Rows("ragged", (5, 0, 1, 12), (3, 7, 0, 2), padding=3),
+    Rows("idle_first", (0, 4), (6, 0), padding=1),
+    Rows("two_chunks_and_tail", (130, 18), (0, 1)),
+)
+"""Rows that every op over rows meets."""
+
+VERIFY = Rows("verify", (4, 4, 4), (5, 2, 0))
+PROMPT = Rows("prompt_512", (512,), (0,))
+DECODE_8 = Rows("decode_8", (1,) * 8, (400,) * 8)
+DECODE_1 = Rows("decode_1", (1,), (400,))
+
+
+def _norm(*shape: int, **kwargs: Any) -> Callable[[Draw], Arguments]:
+    return lambda draw: ((draw.normal(*shape), draw.normal(shape[-1])), {"eps": 1e-6, **kwargs})
+
+
+def _add_norm(*shape: int) -> Callable[[Draw], Arguments]:
+    return lambda draw: ((draw.normal(*shape), draw.normal(*shape), draw.normal(shape[-1])), {"eps": 1e-6})
+
+
+def _gated_norm(activation: str, *shape: int) -> Callable[[Draw], Arguments]:
+    kwargs = {"eps": 1e-6, "activation": activation}
+    return lambda draw: ((draw.normal(*shape), draw.normal(*shape), draw.normal(shape[-1])), kwargs)
+
+
+def _norms() -> list[Case]:
+    shapes = {"hidden": (5, 1024), "heads": (3, 2, 256), "awkward": (7, 1, 129), "empty": (0, 64)}
+    bench = {"prompt_512": (512, 1024), "decode_8": (8, 1024)}
+    made = []
+    for name, shape in (shapes | bench).items():
+        marks: dict[str, Any] = {"length": shape[-1], "bench": name in bench}
+        for op in ("rms_norm", "rms_norm_rstd", "gemma_rms_norm", "gemma_rms_norm_rstd"):
+            made.append(Case(op, name, _norm(*shape), **marks))
+        for op in ("add_rms_norm", "add_gemma_rms_norm"):
+            made.append(Case(op, name, _add_norm(*shape), **marks))
+    for name, shape in {"heads": (5, 16, 128), "awkward": (3, 6, 12), "prompt_512": (512, 16, 128)}.items():
+        marks = {"length": shape[-1], "bench": name == "prompt_512"}
+        for op in ("gated_rms_norm", "gated_rms_norm_fp32"):
+            for activation in ("silu", "sigmoid"):
+                made.append(Case(op, f"{name}_{activation}", _gated_norm(activation, *shape), **marks))
+    for op in ("rms_norm", "gemma_rms_norm"):
+        made.append(Case(op, "large_eps", _norm(5, 12, eps=0.5), 12))
+    made.append(Case("add_rms_norm", "large_eps", lambda draw: (_add_norm(5, 12)(draw)[0], {"eps": 0.5}), 12))
+    made.append(Case("grouped_gemma_rms_norm", "streams", _norm(5, 4 * 256, groups=4), 256))
+    made.append(Case("grouped_gemma_rms_norm", "awkward", _norm(3, 3 * 7, groups=3), 7))
+    return made
+
+
+def _projections() -> list[Case]:
+    def linear(lead: tuple[int, ...], inputs: int, outputs: int) -> Callable[[Draw], Arguments]:
+        return lambda draw: ((draw.normal(*lead, inputs), draw.normal(outputs, inputs)), {})
+
+    shapes = {
+        "decode": ((3,), 1024, 640), "one": ((1,), 256, 32), "narrow": ((5,), 96, 1), "awkward": ((7, 2), 33, 19),
+        "empty": ((0,), 64, 32), "prompt_512": ((512,), 1024, 7168), "decode_8": ((8,), 1024, 7168),
+        "decode_1": ((1,), 1024, 7168),
+    }  # fmt: skip
+    made = [
+        Case("linear", name, linear(*shape), length=shape[1], bench=name.startswith(("prompt", "decode_")))
+        for name, shape in shapes.items()
+    ]
+    made.append(Case("embedding", "ids", lambda draw: ((draw.ids(97, 5), draw.normal(97, 24)), {})))
+    for name, shape, bench in (
+        ("mlp", (5, 512), False),
+        ("lead", (2, 3, 14), False),
+        ("prompt_512", (512, 7168), True),
+    ):
+        made.append(Case("swiglu", name, lambda draw, shape=shape: ((draw.normal(*shape),), {}), bench=bench))
+    return made
+
+
+def _experts(tokens: int, hidden: int, experts: int, inner: int, choices: int) -> Callable[[Draw], Arguments]:
+    def make(draw: Draw) -> Arguments:
+        weights = draw.uniform(0.1, 1.0, tokens, choices).to(draw.dtype)
+        gate_up = draw.normal(experts, 2 * inner, hidden) / hidden**0.5
+        down = draw.normal(experts, hidden, inner) / inner**0.5
+        return (draw.normal(tokens, hidden), weights, draw.distinct(experts, tokens, choices), gate_up, down), {}
+
+    return make
+
+
+def _mixtures() -> list[Case]:
+    def route(tokens: int, experts: int, top_k: int) -> Callable[[Draw], Arguments]:
+        # Distinct logits, so that a choice has one right answer in any dtype.
+        def make(draw: Draw) -> Arguments:
+            return ((draw.distinct(experts, tokens, experts) / 16).to(draw.dtype),), {"top_k": top_k}
+
+        return make
+
+    return [
+        Case("route_softmax", "tiny", route(6, 8, 2), 8),
+        Case("route_softmax", "wide", route(5, 128, 8), 128),
+        Case("route_softmax", "all", route(3, 4, 4), 4),
+        Case("experts", "tiny", _experts(6, 32, 8, 16, 2), 32),
+        Case("experts", "one_token", _experts(1, 24, 5, 7, 1), 24),
+        Case("experts", "empty", _experts(0, 24, 5, 7, 2), 24),
+        Case("experts", "prompt_512", _experts(512, 256, 16, 64, 2), 256, bench=True),
+    ]
+
+
+def _rotaries() -> list[Case]:
+    def turn(tokens: int, heads: int, kv_heads: int, head_dim: int, half: int) -> Callable[[Draw], Arguments]:
+        def make(draw: Draw) -> Arguments:
+            angles = draw.uniform(-3.0, 3.0, tokens, half)
+            return (
+                draw.normal(tokens, heads, head_dim),
+                draw.normal(tokens, kv_heads, head_dim),
+                angles.cos(),
+                angles.sin(),
+            ), {}
+
+        return make
+
+    text: dict[str, Any] = {"rotary_dim": 64, "theta": 1e7}
+    shapes = {"partial": (5, 8, 2, 256, 32), "full": (3, 4, 4, 16, 8), "awkward": (7, 3, 1, 13, 3)}
+    made = [Case(op, name, turn(*shape)) for op in ("rotary", "rotary_interleaved") for name, shape in shapes.items()]
+    made.append(Case("rotary", "prompt_512", turn(512, 8, 2, 256, 32), bench=True))
+    made.append(Case("rotary_angles", "text", lambda draw: ((draw.ids(3000, 9).int(),), text)))
+    sections = {"sections": (11, 11, 10)}
+    made.append(Case("mrope_angles", "image", lambda draw: ((draw.ids(3000, 3, 9).int(),), text | sections)))
+    return made
+
+
+def _attention(rows: Rows, heads: int, kv_heads: int, head_dim: int, v_dim: int) -> Callable[[Draw], Arguments]:
+    def make(draw: Draw) -> Arguments:
+        q, k, v = (
+            draw.normal(rows.tokens, number, dim)
+            for number, dim in ((heads, head_dim), (kv_heads, head_dim), (kv_heads, v_dim))
+        )
+        return (q, k, v, rows.query_start()), {**rows.hints(), "scale": head_dim**-0.5}
+
+    return make
+
+
+def paged(
+    rows: Rows, heads: int, kv_heads: int, head_dim: int, v_dim: int, page_size: int, *, shuffled: bool
+) -> Callable[[Draw], Arguments]:
+    """Arguments of `paged_attention` with NaN in every page and slot that no row holds."""
+
+    def make(draw: Draw) -> Arguments:
+        lengths = [past + count for past, count in zip(rows.past, rows.counts, strict=True)]
+        used = [-(-length // page_size) for length in lengths]
+        total = sum(used) + 3
+        order = draw.distinct(total - 1, 1, total - 1)[0].tolist() if shuffled else list(range(total - 1))
+        ids = iter(page + 1 for page in order)
+        pages = [tuple(next(ids) for _ in range(count)) for count in used]
+        table = torch.zeros(len(used), max(used) + 1, dtype=torch.int32)
+        pools = []
+        for dim in (head_dim, v_dim):
+            pool = torch.full((total, page_size, kv_heads, dim), torch.nan, dtype=draw.dtype)
+            for row, (held, length) in enumerate(zip(pages, lengths, strict=True)):
+                table[row, : len(held)] = torch.tensor(held, dtype=torch.int32)
+                for at in range(length):
+                    pool[held[at // page_size], at % page_size] = draw.normal(kv_heads, dim)
+            pools.append(pool)
+        host = HostLengths(rows.counts, tuple(lengths), tuple(pages), exact=True)
+        q = draw.normal(rows.tokens, heads, head_dim)
+        held = torch.tensor(lengths, dtype=torch.int32)
+        return (q, *pools, table, held, rows.query_start(), host), {**rows.hints(), "scale": head_dim**-0.5}
+
+    return make
+
+
+def _attentions() -> list[Case]:
+    made = []
+    for rows in (*ROWS, VERIFY):
+        made.append(Case("attention", f"{rows.name}_8_2_256", _attention(rows, 8, 2, 256, 256), 256))
+        made.append(Case("attention", f"{rows.name}_3_1_24_16", _attention(rows, 3, 1, 24, 16), 130))
+        made.append(Case("paged_attention", f"{rows.name}_4_2_16", paged(rows, 4, 2, 16, 16, 4, shuffled=False), 130))
+        made.append(Case("paged_attention", f"{rows.name}_scattered", paged(rows, 4, 4, 8, 12, 5, shuffled=True), 130))
+        for dim in (128, 256):
+            whole = paged(rows, 4, 2, dim, dim, 128, shuffled=True)
+            made.append(Case("paged_attention", f"{rows.name}_pages_of_128_{dim}", whole, 256))
+    made.append(Case("attention", "prompt_512", _attention(PROMPT, 8, 2, 256, 256), 512, bench=True))
+    for rows in (PROMPT, DECODE_1, DECODE_8):
+        made.append(
+            Case("paged_attention", rows.name, paged(rows, 8, 2, 256, 256, 128, shuffled=False), 512, bench=True)
+        )
+
+    def write(draw: Draw) -> Arguments:
+        pools = (draw.normal(4, 3, 2, 8), draw.normal(4, 3, 2, 5))
+        return (*pools, draw.normal(6, 2, 8), draw.normal(6, 2, 5), draw.distinct(12, 1, 6)[0]), {}
+
+    made.append(Case("write_pages", "scattered", write))
+    return made
+
+
+def _short_conv(
+    rows: Rows, channels: int, width: int, *, window: bool, keep_steps: bool
+) -> Callable[[Draw], Arguments]:
+    def make(draw: Draw) -> Arguments:
+        past = draw.normal(len(rows.counts) + 1, width - 1, channels) if window else None
+        kwargs = {**rows.hints(), "keep_steps": keep_steps}
+        return (draw.normal(rows.tokens, channels), draw.normal(channels, width), past, rows.query_start()), kwargs
+
+    return make
+
+
+def delta(
+    rows: Rows, k_heads: int, v_heads: int, k_dim: int, v_dim: int, *,
+    state: bool, keep_steps: bool, recurrent: torch.dtype = torch.float32,
+) -> Callable[[Draw], Arguments]:  # fmt: skip
+    """Arguments of `gated_delta_rule`: unit keys and queries, nonzero gates, a random state."""
+
+    def unit(draw: Draw) -> Tensor:
+        return torch.nn.functional.normalize(draw.normal(rows.tokens, k_heads, k_dim), dim=-1)
+
+    def make(draw: Draw) -> Arguments:
+        q, k, v = unit(draw) * k_dim**-0.5, unit(draw), draw.normal(rows.tokens, v_heads, v_dim)
+        decay, beta = draw.uniform(-2.0, 0.0, rows.tokens, v_heads), draw.uniform(0.0, 1.0, rows.tokens, v_heads)
+        before = draw.normal(len(rows.counts) + 1, v_heads, v_dim, k_dim, dtype=recurrent) if state else None
+        return (q, k, v, decay, beta, before, rows.query_start()), {**rows.hints(), "keep_steps": keep_steps}
+
+    return make
+
+
+def faded(rows: Rows, heads: int, dim: int) -> Callable[[Draw], Arguments]:
+    """Arguments of `gated_delta_rule` with a state of denormal numbers and nothing written: slow on some machines."""
+
+    def make(draw: Draw) -> Arguments:
+        (q, k, v, decay, beta, state, start), kwargs = delta(
+            rows, heads, heads, dim, dim, state=True, keep_steps=False
+        )(draw)
+        return (q, k, v, decay * 1e-3, beta * 0, state * 1e-40, start), kwargs
+
+    return make
+
+
+def _linear_attention() -> list[Case]:
+    made = []
+    for rows in (*ROWS, VERIFY):
+        for window, keep in ((False, False), (True, False), (True, rows is VERIFY)):
+            tail = ("_window" if window else "") + ("_keep" if keep else "")
+            made.append(
+                Case(
+                    "short_conv", f"{rows.name}_10x4{tail}", _short_conv(rows, 10, 4, window=window, keep_steps=keep), 4
+                )
+            )
+            name = f"{rows.name}_2_6_8_12{tail}"
+            made.append(Case("gated_delta_rule", name, delta(rows, 2, 6, 8, 12, state=window, keep_steps=keep), 130))
+            wide = delta(rows, 2, 4, 128, 128, state=window, keep_steps=keep, recurrent=torch.bfloat16)
+            made.append(Case("gated_delta_rule", f"{rows.name}_2_4_128_bf16{tail}", wide, 260))
+        for channels, width in ((16, 2), (128, 3)):
+            conv = _short_conv(rows, channels, width, window=True, keep_steps=False)
+            made.append(Case("short_conv", f"{rows.name}_{channels}x{width}", conv, width))
+    for rows in (PROMPT, DECODE_1, DECODE_8):
+        made.append(
+            Case("short_conv", rows.name, _short_conv(rows, 6144, 4, window=True, keep_steps=False), 4, bench=True)
+        )
+        wide = delta(rows, 16, 16, 128, 128, state=True, keep_steps=False)
+        made.append(Case("gated_delta_rule", rows.name, wide, 512, bench=True))
+    made.append(Case("gated_delta_rule", "decode_8_faded", faded(DECODE_8, 16, 128), 512, bench=True))
+    made.append(Case("l2_norm", "heads", lambda draw: ((draw.normal(5, 16, 128),), {"scale": 128**-0.5}), 128))
+    made.append(Case("l2_norm", "awkward", lambda draw: ((draw.normal(3, 7),), {}), 7))
+    made.append(Case("l2_norm", "large_eps", lambda draw: ((draw.normal(5, 12),), {"eps": 3.0}), 12))
+    made.append(Case("l2_norm", "prompt_512", lambda draw: ((draw.normal(512, 16, 128),), {}), 128, bench=True))
+
+    def gates(draw: Draw) -> Arguments:
+        return (draw.normal(5, 6), draw.normal(5, 6), draw.uniform(-1.0, 3.0, 6), draw.uniform(-5.0, 1.0, 6)), {}
+
+    def replay(draw: Draw) -> Arguments:
+        keys, updates = draw.normal(3, 4, 6, 8, dtype=torch.float32), draw.normal(3, 4, 6, 12, dtype=torch.float32)
+        before, decay = draw.normal(4, 6, 12, 8, dtype=torch.float32), draw.uniform(-2.0, 0.0, 3, 4, 6)
+        return (before, keys, updates, decay, torch.tensor([0, 4, 2], dtype=torch.int32)), {}
+
+    return [*made, Case("delta_gates", "heads", gates), Case("replay_delta", "accepted_0_4_2", replay, 4)]
+
+
+CASES: tuple[Case, ...] = tuple(
+    {
+        str(case): case
+        for case in (*_norms(), *_projections(), *_mixtures(), *_rotaries(), *_attentions(), *_linear_attention())
+    }.values()
+)
+"""Every case, each under its own name."""
+
+
+def live(op: str, result: Any) -> Any:
+    """The result of an op without the scratch slot of its states, which may hold anything."""
+    if op in ("short_conv", "gated_delta_rule"):
+        out, state, trail = result
+        return out, state if state is None else state[:-1], trail
+    return result[:-1] if op == "replay_delta" else result
+
+
+def cases_of(op: str) -> list[Case]:
+    """The cases of one op."""
+    return [case for case in CASES if case.op == op]

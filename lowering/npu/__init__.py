@@ -1,0 +1,17 @@
+"""Kernels of torch_npu's fused operators, for Ascend. Same file names as `ops/`; the only place that names torch_npu.
+
+They are for inference: under gradients and function transforms the Torch kernels run. Operators are called by name
+through the dispatcher, optional arguments by keyword, so that nothing here needs torch_npu to be imported, and the same
+call meets the device, a fake tensor's shape function or a CPU reference of the operator.
+"""
+
+from . import attention, delta, linear, mlp, moe, norm, rotary, sampling, short_conv
+from .kernel import say_gaps
+from .tables import kernel_table, op_table, target_table
+
+say_gaps()
+
+__all__ = [
+    "attention", "delta", "kernel_table", "linear", "mlp", "moe", "norm", "op_table", "rotary", "sampling",
+    "short_conv", "target_table",
+]  # fmt: skip

@@ -1,0 +1,174 @@
+"""Causal attention through npu_fused_infer_attention_score_v2, over pages and without, and the writing of pages.
+
+The operator reads lengths as host lists, whose units differ by layout: with layout TND query lengths are cumulative,
+with BSND they are each row's own; lengths over pages are each row's own in both. Masked modes want one triangle of a
+fixed size, True where a key must not be seen, and line queries up with the end of the keys. `softmax_scale` is passed
+always: the operator's default is 1.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import LoweringError
+from ..host import HostLengths, tracing
+from ..ops.attention import attention, paged_attention, write_pages
+from ..ops.ragged import row_of_token, to_flat, to_rectangle
+from .features import npu
+from .kernel import FLOATS, HALVES, above, empty, fused, wrong_dtype
+
+OPERATOR = "npu_fused_infer_attention_score_v2"
+MASK_SIDE = 2048
+"""Side of the triangle that modes 2 to 4 want, whatever the lengths."""
+UNMASKED = 0
+BOTTOM_RIGHT = 3
+"""The mode in which the last query sees the last key."""
+BAND = 4
+"""The mode that is also told how far a query sees. With layout TND mode 3 is documented for rows that have more keys
+than queries only, which a first chunk has not; a band that ends at the query itself masks the same."""
+FAR = 2**31 - 1
+PACKED_WIDTHS = (128, 192)
+"""Head sizes that layout TND is documented for; BSND takes every multiple of 16 up to 512."""
+MOST_PACKED = 4095
+"""Rows of layout TND: its lists take 4096 entries, and padding may be one."""
+
+_masks: dict[torch.device, Tensor] = {}
+
+
+def _mask(device: torch.device) -> Tensor:
+    if device in _masks and not tracing():
+        return _masks[device]
+    later = torch.ones(MASK_SIDE, MASK_SIDE, device=device).triu(1).bool()
+    if not tracing():
+        _masks[device] = later
+    return later
+
+
+def _wrong_heads(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Limits of the operator on heads; the head axis is the last but one, in pages too."""
+    heads, kv_heads, head_dim, v_dim = q.shape[1], k.shape[-2], q.shape[2], v.shape[-1]
+    if v_dim != head_dim:
+        return f"takes keys and values of one size; this call has {head_dim} and {v_dim}"
+    if heads % kv_heads or heads > 64 * kv_heads:
+        return f"takes query heads in multiples of kv_heads, up to 64 times; this call has {heads} and {kv_heads}"
+    if head_dim % 16:
+        return f"takes a head_dim in multiples of 16; this call has {head_dim}"
+    if heads * head_dim >= 65535:
+        return f"takes heads * head_dim below 65535; this call has {heads * head_dim}"
+    return above(512, head_dim=head_dim) or above(256, heads=heads)
+
+
+def _wrong_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, max_query: int) -> str | None:
+    page_size = k_pages.shape[1]
+    if max_query > 1 and (page_size % 128 or page_size > 512):
+        return f"takes pages of 128, 256, 384 or 512 tokens where a row has more than one query; found {page_size}"
+    if page_size % 16:
+        return f"takes pages in multiples of 16 tokens; found {page_size}"
+    if k_pages.numel() >= 2**31:
+        return f"takes pools of fewer than 2**31 elements; this one has {k_pages.numel()}: make fewer pages"
+    return wrong_dtype(HALVES, q=q, k_pages=k_pages, v_pages=v_pages)
+
+
+def _refuse_paged(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale):
+    if not host.exact:
+        return "needs exact row lengths on the host, and only an upper bound is known: read the accepted counts first"
+    return _wrong_heads(q, k_pages, v_pages) or _wrong_pages(q, k_pages, v_pages, max_query)
+
+
+def _refuse_packed(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale):
+    if q.shape[2] not in PACKED_WIDTHS:
+        return f"layout TND takes a head_dim of 128 or 192; this call has {q.shape[2]}"
+    if q.dtype != torch.bfloat16:
+        return f"layout TND takes bfloat16; q is {str(q.dtype).removeprefix('torch.')}"
+    # Padding is a row too, and may be longer than the others.
+    longest = max_query if uniform else max(max_query, 2)
+    hints: dict[str, Any] = {"max_query": longest, "uniform": uniform, "scale": scale}
+    wrong = _refuse_paged(q, k_pages, v_pages, page_table, lengths, query_start, host, **hints)
+    return wrong or above(2**20, tokens=q.shape[0]) or above(MOST_PACKED, rows=page_table.shape[0])
+
+
+def _check_pool(host: HostLengths, k_pages: Tensor) -> None:
+    """`LoweringError` for a pool that the operator would reject: lengths are values, on which no refusal may rest."""
+    blocks = sum(-(-length // k_pages.shape[1]) for length in host.length)
+    if blocks > k_pages.shape[0]:
+        raise LoweringError(
+            f"paged_attention: the rows hold {blocks} pages, those they share counted for each, and the pool has "
+            f"{k_pages.shape[0]}; the operator wants no fewer, so give init_state more pages"
+        )
+
+
+@fused(paged_attention, "npu_fia_tnd", OPERATOR, refuse=_refuse_packed)
+def _packed(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale):
+    _check_pool(host, k_pages)
+    queries, keys, table = list(accumulate(host.query)), list(host.length), page_table.int().contiguous()
+    padding = q.shape[0] - queries[-1]
+    if not uniform:
+        # The last entry must be the number of tokens, so padding is one more row, over the scratch page alone: its
+        # first queries may see no key, and what they get is dropped.
+        table = torch.nn.functional.pad(table, (0, 0, 0, 1))
+        queries, keys = [*queries, q.shape[0]], [*keys, min(padding, k_pages.shape[1])]
+    y = _attended(
+        q.contiguous(), k_pages, v_pages, scale, "TND", BAND, pre_tokens=FAR, next_tokens=0,
+        actual_seq_qlen=queries, actual_seq_kvlen=keys, block_table=table,
+    )  # fmt: skip
+    if uniform:
+        return y
+    live = row_of_token(query_start, q.shape[0]) < page_table.shape[0]
+    return torch.where(live[:, None, None], y, 0)
+
+
+@fused(paged_attention, "npu_fia_bsnd", OPERATOR, refuse=_refuse_paged)
+def _padded(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale):
+    _check_pool(host, k_pages)
+    rectangle = to_rectangle(q, query_start, max_query, uniform).contiguous()
+    held = {"actual_seq_kvlen": list(host.length), "block_table": page_table.int().contiguous()}
+    if max_query > 1:
+        held["actual_seq_qlen"] = list(host.query)
+    mode = BOTTOM_RIGHT if max_query > 1 else UNMASKED
+    y = _attended(rectangle, k_pages, v_pages, scale, "BSND", mode, **held)
+    return to_flat(y, query_start, q.shape[0], uniform)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float, layout: str, mode: int, **rows: Any) -> Tensor:
+    """The operator's output; k and v are pages when `rows` has a `block_table`, else laid out as q."""
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    if "block_table" in rows:
+        rows["block_size"] = k.shape[1]
+        k, v = k.flatten(2), v.flatten(2)
+    if mode != UNMASKED:
+        rows["atten_mask"] = _mask(q.device)
+    return npu.npu_fused_infer_attention_score_v2(
+        q, k, v, num_query_heads=heads, num_key_value_heads=kv_heads, softmax_scale=scale, input_layout=layout,
+        sparse_mode=mode, **rows,
+    )[0]  # fmt: skip
+
+
+def _refuse_dense(q, k, v, query_start, *, max_query, uniform, scale) -> str | None:
+    if not uniform:
+        return "needs each row's length on the host, and without a state only a uniform batch tells it"
+    return wrong_dtype(HALVES, q=q, k=k, v=v) or _wrong_heads(q, k, v)
+
+
+@fused(attention, "npu_fia_dense", OPERATOR, refuse=_refuse_dense)
+def _dense(q, k, v, query_start, *, max_query, uniform, scale):
+    q4, k4, v4 = (to_rectangle(x, query_start, max_query, uniform).contiguous() for x in (q, k, v))
+    mode = BOTTOM_RIGHT if max_query > 1 else UNMASKED
+    return _attended(q4, k4, v4, scale, "BSND", mode).flatten(0, 1)
+
+
+def _refuse_write(k_pages, v_pages, k, v, slots) -> str | None:
+    return wrong_dtype(FLOATS, k_pages=k_pages, v_pages=v_pages) or empty(k=k, v=v)
+
+
+@fused(write_pages, "npu_scatter_pa_kv_cache", "npu_scatter_pa_kv_cache", refuse=_refuse_write)
+def _write(k_pages, v_pages, k, v, slots):
+    if not (k_pages.is_contiguous() and v_pages.is_contiguous()):
+        raise LoweringError("write_pages: the pages must be contiguous: a write to a copy of them would be lost")
+    new = (x.to(pages.dtype).contiguous() for x, pages in ((k, k_pages), (v, v_pages)))
+    # The operator's default layout is NZ; our pages are plain.
+    npu.npu_scatter_pa_kv_cache(*new, k_pages, v_pages, slots, cache_mode="Norm")
+    return k_pages, v_pages

@@ -1,0 +1,114 @@
+"""The gated delta rule: npu_recurrent_gated_delta_rule for a few tokens a row, npu_chunk_gated_delta_rule for many.
+
+Both take bfloat16 queries, keys, values, write strengths and state, and float32 log decays; the state is value-major,
+as ours. Lengths are each row's own, on the device. Queries come scaled, so `scale` is 1.
+
+Neither operator is documented for a row without tokens, nor to skip padding. A token with no write strength and no
+decay leaves the state as it is, so such tokens fill the gaps: to a rectangle where rows are short, one more behind each
+row where they are long. The state that is given is never written: the recurrent operator is called in the form that
+returns a new one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..ops.delta import DeltaInputs, delta_gates, gated_delta_rule, replay_delta
+from ..ops.ragged import row_of_token, to_flat, to_rectangle
+from ..target import ASCEND
+from .features import npu
+from .kernel import above, empty, fused, wrong_dtype
+
+MOST_STEPS = 8
+"""Tokens a row that the recurrent operator takes."""
+CHUNKED_DIM = 128
+"""The one size of keys and values that the chunked operator takes."""
+
+delta_gates.without(ASCEND, "no fused operator makes the gates of the delta rule")
+replay_delta.without(ASCEND, "no fused operator replays updates; our kernels keep inputs and run the rule again")
+
+BF16 = (torch.bfloat16,)
+
+
+def _wrong_state(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> str | None:
+    if state is not None and state.dtype != torch.bfloat16:
+        kind = str(state.dtype).removeprefix("torch.")
+        return f"takes a bfloat16 state, and this one is {kind}: init_state(recurrent_dtype=torch.bfloat16) makes one"
+    return wrong_dtype(BF16, q=q, k=k, v=v) or empty(q=q, v=v)
+
+
+def _refuse_recurrent(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps) -> str | None:
+    if state is None:
+        return "continues a state; this call has none"
+    return (
+        above(MOST_STEPS, **{"tokens a row": max_query})
+        or _wrong_state(q, k, v, state)
+        or above(256, k_heads=k.shape[1], v_heads=v.shape[1], k_dim=k.shape[2], v_dim=v.shape[2])
+    )
+
+
+@fused(
+    gated_delta_rule,
+    "npu_recurrent_gated_delta_rule",
+    "npu_recurrent_gated_delta_rule_functional",
+    refuse=_refuse_recurrent,
+)
+def _recurrent(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps):
+    gates = decay.float(), beta.to(q.dtype)
+    q3, k3, v3, g, b = (to_rectangle(x, query_start, max_query, uniform) for x in (q, k, v, *gates))
+    rows = q3.shape[0]
+    lengths = torch.full((rows,), max_query, dtype=torch.int32, device=q.device)
+    # One slot a row, given once for each of its tokens: the state after a token is written over the one before it.
+    slots = torch.arange(rows, dtype=torch.int32, device=q.device).repeat_interleave(max_query)
+    out, after = npu.npu_recurrent_gated_delta_rule_functional(
+        *(x.flatten(0, 1).contiguous() for x in (q3, k3, v3)), state.contiguous(), scale=1.0,
+        beta=b.flatten(0, 1).contiguous(), g=g.flatten(0, 1).contiguous(), actual_seq_lengths=lengths,
+        ssm_state_indices=slots,
+    )  # fmt: skip
+    out = to_flat(out.unflatten(0, (rows, max_query)), query_start, q.shape[0], uniform)
+    return (out, state, DeltaInputs(state, k3, v3, g, b)) if keep_steps else (out, after, None)
+
+
+def _refuse_chunked(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps) -> str | None:
+    if keep_steps:
+        return "keeps no steps"
+    if (k.shape[2], v.shape[2]) != (CHUNKED_DIM, CHUNKED_DIM):
+        return f"takes keys and values of {CHUNKED_DIM}; this call has {k.shape[2]} and {v.shape[2]}"
+    if v.shape[1] % k.shape[1]:
+        return f"takes v_heads in multiples of k_heads; this call has {v.shape[1]} and {k.shape[1]}"
+    return _wrong_state(q, k, v, state) or above(64, k_heads=k.shape[1], v_heads=v.shape[1])
+
+
+@fused(gated_delta_rule, "npu_chunk_gated_delta_rule", "npu_chunk_gated_delta_rule", refuse=_refuse_chunked)
+def _chunked(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps):
+    rows, tokens = query_start.shape[0] - 1, q.shape[0]
+    inputs = (q, k, v, decay.float(), beta.to(q.dtype))
+    if uniform:
+        lengths, place = query_start.diff().int(), None
+        before = state[:rows] if state is not None else None
+    else:
+        lengths, place = _spaced(query_start, tokens)
+        inputs = tuple(x.new_zeros(tokens + rows + 1, *x.shape[1:]).index_copy(0, place, x) for x in inputs)
+        before = state
+    out, after = _run_chunked(inputs, before, lengths)
+    if place is not None:
+        live = row_of_token(query_start, tokens) < rows
+        out = torch.where(live[:, None, None], out[place], 0)
+    return out, None if state is None else torch.cat((after[:rows], state[rows:])), None
+
+
+def _spaced(query_start: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Each row's length with one more token behind it, padding being one more row, and the place of each token."""
+    ends = torch.nn.functional.pad(query_start[1:], (0, 1), value=tokens)
+    lengths = ends.diff(prepend=query_start[:1]) + 1
+    return lengths.int(), torch.arange(tokens, device=query_start.device) + row_of_token(query_start, tokens)
+
+
+def _run_chunked(inputs: tuple[Tensor, ...], before: Tensor | None, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v, decay, beta = (x.contiguous() for x in inputs)
+    if before is None:
+        before = q.new_zeros(lengths.shape[0], v.shape[1], v.shape[2], k.shape[2])
+    return npu.npu_chunk_gated_delta_rule(
+        q, k, v, beta=beta, initial_state=before.contiguous(), actual_seq_lengths=lengths, scale=1.0, g=decay
+    )  # fmt: skip

@@ -1,0 +1,160 @@
+"""Which `npu` operators a target has, and with which arguments.
+
+Where torch_npu is loaded its dispatcher answers. A target that is only named is looked up in the schemas recorded from
+the wheels (`schemas.json`; docs/record_npu_schemas.py writes it), so that a laptop gets the answer of any of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import LoweringError
+from ..target import Target
+
+RECORDED = Path(__file__).with_name("schemas.json")
+
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "npu_add_rms_norm": ("x1", "x2", "gamma", "epsilon"),
+    "npu_apply_rotary_pos_emb": ("query", "key", "cos", "sin", "layout", "rotary_mode"),
+    "npu_chunk_gated_delta_rule": (
+        "query", "key", "value", "beta", "initial_state", "actual_seq_lengths", "scale", "g",
+    ),
+    "npu_format_cast": ("input", "acl_format"),
+    "npu_fused_causal_conv1d": ("x", "weight", "conv_states", "query_start_loc", "cache_indices"),
+    "npu_fused_infer_attention_score_v2": (
+        "query", "key", "value", "atten_mask", "actual_seq_qlen", "actual_seq_kvlen", "block_table", "num_query_heads",
+        "num_key_value_heads", "softmax_scale", "pre_tokens", "next_tokens", "input_layout", "sparse_mode",
+        "block_size",
+    ),
+    "npu_gemma_rms_norm": ("input", "gamma", "epsilon"),
+    "npu_grouped_matmul": ("x", "weight", "group_list", "split_item", "group_type", "group_list_type"),
+    "npu_moe_gating_top_k_softmax_v2": ("x", "k", "renorm", "output_softmax"),
+    "npu_moe_init_routing_v2": (
+        "x", "expert_idx", "active_num", "expert_num", "drop_pad_mode", "expert_tokens_num_type",
+        "expert_tokens_num_flag", "quant_mode", "active_expert_range", "row_idx_type",
+    ),
+    "npu_moe_token_unpermute": ("permuted_tokens", "sorted_indices", "probs"),
+    "npu_recurrent_gated_delta_rule_functional": (
+        "query", "key", "value", "state", "beta", "scale", "actual_seq_lengths", "ssm_state_indices", "g",
+    ),
+    "npu_rms_norm": ("input", "gamma", "epsilon"),
+    "npu_rotary_mul": ("input", "r1", "r2", "rotary_mode"),
+    "npu_scatter_pa_kv_cache": ("key", "value", "key_cache", "value_cache", "slot_mapping", "cache_mode"),
+    "npu_swiglu": ("input", "dim"),
+}  # fmt: skip
+"""Every operator that our kernels call, and the arguments they pass: what must be there for a kernel to be chosen."""
+
+DOCUMENTED: dict[str, str] = {
+    "npu_add_rms_norm": "",
+    "npu_apply_rotary_pos_emb": "ascend910b ascend910_93 ascend950",
+    "npu_chunk_gated_delta_rule": "ascend910b ascend910_93",
+    "npu_format_cast": "",
+    "npu_fused_causal_conv1d": "ascend950",
+    "npu_fused_infer_attention_score_v2": "ascend910b ascend910_93",
+    "npu_gemma_rms_norm": "ascend910b ascend910_93",
+    "npu_grouped_matmul": "ascend910b",
+    "npu_moe_gating_top_k_softmax_v2": "ascend910b ascend910_93",
+    "npu_moe_init_routing_v2": "ascend910b ascend910_93",
+    "npu_moe_token_unpermute": "ascend910b ascend910_93 ascend950",
+    "npu_recurrent_gated_delta_rule_functional": "ascend910b ascend910_93",
+    "npu_rms_norm": "",
+    "npu_rotary_mul": "ascend910b ascend910_93",
+    "npu_scatter_pa_kv_cache": "ascend910b ascend910_93",
+    "npu_swiglu": "ascend910b",
+}
+"""The targets that the wheel's documentation lists for each operator; none where it lists no machine at all."""
+
+IN_USE: dict[str, str] = {
+    "npu_add_rms_norm": "ascend910b ascend910_93 ascend950",
+    "npu_format_cast": "ascend910b ascend910_93",
+    "npu_fused_infer_attention_score_v2": "ascend950",
+    "npu_grouped_matmul": "ascend910_93",
+    "npu_rms_norm": "ascend910b ascend910_93 ascend950",
+    "npu_swiglu": "ascend910_93",
+}
+"""Targets beyond those, on which servers are known to call the operator under its name."""
+
+
+def serves(operator: str) -> tuple[str, ...]:
+    """Names of the targets that an operator is documented for or in use on."""
+    return tuple(f"{DOCUMENTED[operator]} {IN_USE.get(operator, '')}".split())
+
+
+def missing(operators: tuple[str, ...], target: Target) -> str | None:
+    """One sentence about the first operator, or argument of one, that the target lacks; None when all are there."""
+    for operator in operators:
+        if _is_loaded(target):
+            found, where = _registered(operator), "the torch_npu that is loaded"
+        else:
+            version = recorded_version(target)
+            if not any(operator in known for known in recorded().values()):
+                return f"operator {operator} is in none of the recorded schemas; docs/record_npu_schemas.py adds it"
+            found, where = recorded()[version].get(operator), f"torch_npu {version}"
+        lacking = _lacking(operator, found)
+        if lacking is not None:
+            first = next((v for v, known in recorded().items() if not _lacking(operator, known.get(operator))), None)
+            since = f"the first version that has it is {first}" if first else "no recorded version has it"
+            return f"{lacking} is not in {where}; {since}"
+    return None
+
+
+def _is_loaded(target: Target) -> bool:
+    """Whether the loaded torch_npu is of the target's series: a dry run loads one and may ask about another."""
+    loaded = getattr(sys.modules.get("torch_npu"), "__version__", "")
+    return bool(loaded) and loaded.split(".")[:2] == (target.torch_npu or "").split(".")[:2]
+
+
+def _lacking(operator: str, schema: str | None) -> str | None:
+    """What of an operator a schema lacks, in words; None when nothing."""
+    if schema is None:
+        return f"operator {operator}"
+    names = {argument.name for argument in torch._C.parse_schema(schema).arguments}
+    absent = [name for name in ARGUMENTS.get(operator, ()) if name not in names]
+    return f"argument {absent[0]} of operator {operator}" if absent else None
+
+
+def _registered(operator: str) -> str | None:
+    packet = getattr(torch.ops.npu, operator, None)
+    return None if packet is None else str(packet.default._schema).removeprefix("npu::")
+
+
+@functools.cache
+def recorded() -> dict[str, dict[str, str]]:
+    """Version of torch_npu to operator to schema, oldest version first."""
+    return json.loads(RECORDED.read_text(encoding="utf-8"))
+
+
+def recorded_version(target: Target) -> str:
+    """The recorded version that stands for the target's torch_npu: the one of the same major and minor number."""
+    wanted = target.torch_npu or ""
+    for version in recorded():
+        if version == wanted or version.split(".")[:2] == wanted.split(".")[:2]:
+            return version
+    raise LoweringError(
+        f"no schemas are recorded for torch_npu {wanted!r}; recorded are {', '.join(recorded())}: name one of these, "
+        "or run where that torch_npu is loaded"
+    )
+
+
+class _Operators:
+    """`torch.ops.npu` with an error in words for an operator that is not there."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch.ops.npu, name, None)
+        if found is None:
+            raise LoweringError(
+                f"operator npu::{name} is not loaded, so this kernel cannot run here; to see what would run, use "
+                "lowering.explain or lowering.lower; to run the CPU references of the operators, call "
+                "lowering.npu_reference.load()"
+            )
+        return found
+
+
+npu = _Operators()
+"""The operators, looked up at each call: the references may be loaded at any time."""

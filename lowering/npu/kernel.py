@@ -1,0 +1,78 @@
+"""What all kernels of this folder share: how they are registered, and the limits that many operators have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..op import Op, Refusal
+from ..registry import OPS
+from ..target import ASCEND
+from .features import serves
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def fused(
+    op: Op,
+    name: str,
+    *operators: str,
+    refuse: Refusal,
+    only: tuple[str, ...] = ASCEND,
+    prepare: Callable[[Any], Any] | None = None,
+) -> Callable[[F], F]:
+    """Register an inference kernel of `op`, for those of `only` on which every operator it calls is known to run."""
+    targets = tuple(target for target in only if all(target in serves(operator) for operator in operators))
+    return op.kernel(
+        name, targets=targets, operators=operators, refuse=refuse, prepare=prepare,
+        batches=False, forward_ad=False, differentiable=False,
+    )  # fmt: skip
+
+
+def say_gaps() -> None:
+    """Give every op, for each Ascend target that no kernel of it serves, the operator that is missing there."""
+    for op in OPS.values():
+        for target in ASCEND:
+            if target in op.lacking or any(kernel.operators for kernel in op.serving(target)):
+                continue
+            called = (operator for kernel in op.kernels.values() for operator in kernel.operators)
+            missing = next((operator for operator in called if target not in serves(operator)), None)
+            if missing is not None:
+                op.without((target,), f"{missing} is neither documented for {target} nor known to run there")
+
+
+def wrong_dtype(allowed: tuple[torch.dtype, ...], **tensors: Tensor | None) -> str | None:
+    """A sentence about the first tensor of another dtype, or the first that differs from those before it."""
+    given = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
+    for name, dtype in given.items():
+        if dtype not in allowed:
+            return f"takes {_short(allowed)}; {name} is {_short((dtype,))}"
+    if len(set(given.values())) > 1:
+        return f"takes one dtype; found {', '.join(f'{name} {_short((dtype,))}' for name, dtype in given.items())}"
+    return None
+
+
+def _short(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def empty(**tensors: Tensor) -> str | None:
+    """A sentence about the first tensor without elements."""
+    for name, tensor in tensors.items():
+        if not tensor.numel():
+            return f"takes no empty tensor; {name} is {list(tensor.shape)}"
+    return None
+
+
+def above(limit: int, **sizes: int) -> str | None:
+    """A sentence about the first size that is more than `limit`."""
+    for name, size in sizes.items():
+        if size > limit:
+            return f"takes at most {limit} {name}; this call has {size}"
+    return None

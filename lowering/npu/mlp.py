@@ -1,0 +1,20 @@
+"""SwiGLU through npu_swiglu, which activates the first half, as our layout of gate and up wants."""
+
+from __future__ import annotations
+
+from ..ops.mlp import swiglu
+from .features import npu
+from .kernel import FLOATS, empty, fused, wrong_dtype
+
+
+def _refuse(gate_up) -> str | None:
+    if gate_up.ndim > 8:
+        return f"takes 1 to 8 axes; gate_up has {gate_up.ndim}"
+    if gate_up.shape[-1] % 2:
+        return f"halves the last axis; gate_up has {gate_up.shape[-1]}"
+    return wrong_dtype(FLOATS, gate_up=gate_up) or empty(gate_up=gate_up)
+
+
+@fused(swiglu, "npu_swiglu", "npu_swiglu", refuse=_refuse)
+def _swiglu(gate_up):
+    return npu.npu_swiglu(gate_up, dim=-1)

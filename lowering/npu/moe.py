@@ -1,0 +1,118 @@
+"""Mixture of experts: routing in one operator; experts as a sort of the rows, two grouped products and a weighted sum.
+
+The operators are npu_moe_gating_top_k_softmax_v2, then npu_moe_init_routing_v2, npu_grouped_matmul, npu_swiglu and
+npu_moe_token_unpermute. Rows are token-major: row i * choices + j is choice j of token i. Group sizes are counts, on
+the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from params.tree import tree
+
+from ..ops.moe import experts, route_softmax
+from ..weights import PreparedWeight, plain
+from .features import npu
+from .kernel import FLOATS, above, empty, fused, wrong_dtype
+
+NZ = 29
+"""Number of the blocked format that the device's matrix unit reads without rearranging."""
+MOST_CHOICES = 512
+MOST_EXPERTS = 1024
+ROWS_OF_X = 0
+"""Groups of the matrix product are groups of x's rows."""
+COUNTS = 1
+"""Group sizes are given as counts, not as their running sum."""
+ONE_OUTPUT = 2
+
+
+@tree
+class GroupedWeight(PreparedWeight):
+    """All experts' weights [experts inputs outputs], in the device's blocked format."""
+
+    kernels = ("npu_grouped_experts",)
+
+    blocked: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self.blocked.device
+
+    def static_key(self) -> tuple[object, ...]:
+        """What a choice of kernel may depend on."""
+        return GroupedWeight, self.blocked.shape, self.blocked.dtype
+
+    def plain(self) -> Tensor:
+        """The weights [experts outputs inputs], as a view."""
+        return self.blocked.transpose(1, 2)
+
+
+def _prepare(weight: Tensor) -> GroupedWeight | None:
+    # Blocks are 16 by 16: other sizes would be padded, which the grouped product does not take.
+    if weight.dtype == torch.float32 or weight.shape[1] % 16 or weight.shape[2] % 16:
+        return None
+    return GroupedWeight(npu.npu_format_cast(weight.detach().transpose(1, 2).contiguous(), NZ))
+
+
+def _by_inputs(weight: Tensor | PreparedWeight) -> Tensor:
+    """[experts inputs outputs]: as prepared, or a view of the plain weight."""
+    return weight.blocked if isinstance(weight, GroupedWeight) else plain(weight).contiguous().transpose(1, 2)
+
+
+def _refuse_route(logits, *, top_k) -> str | None:
+    return wrong_dtype(FLOATS, logits=logits) or empty(logits=logits) or above(1024, top_k=top_k)
+
+
+@fused(
+    route_softmax,
+    "npu_moe_gating_top_k_softmax_v2",
+    "npu_moe_gating_top_k_softmax_v2",
+    refuse=_refuse_route,
+)
+def _route(logits, *, top_k):
+    # renorm=1 takes the best first and the softmax over those: the softmax over all, renormalised over those chosen.
+    weights, ids, _ = npu.npu_moe_gating_top_k_softmax_v2(logits.contiguous(), k=top_k, renorm=1, output_softmax=False)
+    return weights, ids
+
+
+def _refuse_experts(x, weights, ids, gate_up, down) -> str | None:
+    up, back = _by_inputs(gate_up), _by_inputs(down)
+    if not 2 <= up.shape[0] <= MOST_EXPERTS:
+        return f"takes 2 to {MOST_EXPERTS} experts; this call has {up.shape[0]}"
+    return (
+        wrong_dtype(FLOATS, x=x, weights=weights, gate_up=up, down=back)
+        or empty(x=x)
+        or above(65535, hidden=x.shape[1], twice_inner=up.shape[2])
+        or above(MOST_CHOICES, choices=ids.shape[1])
+    )
+
+
+@fused(
+    experts,
+    "npu_grouped_experts",
+    "npu_moe_init_routing_v2",
+    "npu_grouped_matmul",
+    "npu_swiglu",
+    "npu_moe_token_unpermute",
+    "npu_format_cast",
+    refuse=_refuse_experts,
+    prepare=_prepare,
+)
+def _experts(x, weights, ids, gate_up, down):
+    count = _by_inputs(gate_up).shape[0]
+    rows, places, sizes, _ = npu.npu_moe_init_routing_v2(
+        x.contiguous(), ids.int().contiguous(), active_num=ids.numel(), expert_num=count, drop_pad_mode=0,
+        expert_tokens_num_type=1, expert_tokens_num_flag=True, quant_mode=-1, active_expert_range=[0, count],
+        row_idx_type=0,
+    )  # fmt: skip
+    inner = npu.npu_swiglu(_product(rows, gate_up, sizes), dim=-1)
+    return npu.npu_moe_token_unpermute(_product(inner, down, sizes), places, probs=weights)
+
+
+def _product(rows: Tensor, weight: Tensor | PreparedWeight, sizes: Tensor) -> Tensor:
+    """Each expert's rows [rows inputs] times its weight."""
+    groups = {"group_list": sizes, "group_list_type": COUNTS, "group_type": ROWS_OF_X}
+    return npu.npu_grouped_matmul([rows], [_by_inputs(weight)], split_item=ONE_OUTPUT, **groups)[0]

@@ -1,0 +1,11 @@
+"""Filters of a law over tokens: why they run in Torch."""
+
+from __future__ import annotations
+
+from ..ops.sampling import keep_top
+from ..target import ASCEND
+
+keep_top.without(
+    ASCEND,
+    "npu_top_k_top_p keeps some and drops others of equal logits at the top-p threshold, and ours stay or go together",
+)

@@ -1,0 +1,29 @@
+"""CPU implementations of the `npu` operators that our kernels call, written from the operators' documentation.
+
+They let a forward that is lowered for an Ascend target run on any machine: they compute in float32 with the documented
+roundings, write what the device writes, raise where the documentation forbids a call, and put NaN where it leaves a
+value undefined. They say nothing about speed. What they rest on is listed in `docs/npu-evidence.md`.
+
+    from lowering import npu_reference
+
+    npu_reference.load()
+    with lowering.use(target="ascend910b"):
+        model.forward(params, state, batch)
+"""
+
+from . import (  # noqa: F401 - they register the operators
+    activation,
+    attention,
+    cache,
+    conv,
+    delta,
+    matmul,
+    moe,
+    norm,
+    rotary,
+    sampling,
+)
+from .checks import OperatorError
+from .registration import OPERATORS, Operator, load
+
+__all__ = ["OPERATORS", "Operator", "OperatorError", "load"]

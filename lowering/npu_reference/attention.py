@@ -1,0 +1,330 @@
+"""Fused inference attention: causal grouped-query attention over packed, padded or paged keys and values.
+
+Scores, softmax and the sum over values run in float32 and are rounded once. Lengths are host lists: cumulative for
+queries of layout TND and for packed keys, per request everywhere else (layout BSND, paged keys).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import (
+    OperatorError,
+    need,
+    need_contiguous,
+    need_default,
+    need_dtype,
+    need_one_dtype,
+    need_rank,
+    need_shape,
+    need_values,
+    shown,
+)
+from .registration import operator
+
+RANKS = {"TND": 3, "BSND": 4}
+"""Layouts that the reference covers, and the rank of their queries."""
+
+TND_WIDTHS = ((128, 128), (192, 128), (192, 192))
+"""Widths of queries and keys, and of values, that layout TND is documented for."""
+
+MASK_SIDE = 2048
+"""Side of the one mask that serves all lengths: True strictly above the diagonal."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the arguments say is to be computed. `queries` and `held` are the lengths of each request."""
+
+    layout: str
+    paged: bool
+    heads: int
+    kv_heads: int
+    queries: tuple[int, ...]
+    held: tuple[int, ...]
+    block_size: int
+    mode: int
+    before: int
+    after: int
+    one_step: bool
+    """Whether Q_S is 1, by which the documentation splits its rules."""
+
+
+def _understand(
+    query: Tensor, key: Tensor, value: Tensor, atten_mask: Tensor | None, actual_seq_qlen: Sequence[int] | None,
+    actual_seq_kvlen: Sequence[int] | None, block_table: Tensor | None, num_query_heads: int, num_key_value_heads: int,
+    pre_tokens: int, next_tokens: int, input_layout: str, sparse_mode: int, block_size: int, softmax_scale: float,
+    return_softmax_lse: bool, **rest: Any,
+) -> _Call:  # fmt: skip
+    """Check all that can be checked without the values of tensors."""
+    need_default(**{name: given if isinstance(given, Tensor) else given or None for name, given in rest.items()})
+    need(input_layout in RANKS, f"input_layout is {input_layout!r}; the reference covers {', '.join(RANKS)}")
+    need_dtype((torch.float16, torch.bfloat16), query=query)
+    need_one_dtype(query=query, key=key, value=value)
+    need_dtype((torch.bool, torch.int8, torch.uint8), atten_mask=atten_mask)
+    need_contiguous(query=query, key=key, value=value, atten_mask=atten_mask)
+    need_rank(RANKS[input_layout], RANKS[input_layout], query=query)
+    kv_heads = num_key_value_heads or num_query_heads
+    _need_heads(query, num_query_heads, kv_heads)
+    paged = block_table is not None
+    queries = _query_lengths(query, actual_seq_qlen, input_layout)
+    held = _held_lengths(key, actual_seq_kvlen, input_layout, len(queries), paged)
+    one_step = max(queries, default=0) <= 1 if input_layout == "TND" else query.shape[1] == 1
+    call = _Call(
+        input_layout, paged, num_query_heads, kv_heads, queries, held, block_size, sparse_mode, pre_tokens, next_tokens,
+        one_step,
+    )  # fmt: skip
+    _need_key_shapes(key, value, call)
+    _need_widths(query.shape[-1], _width(key, call), _width(value, call), query.dtype, call)
+    _need_mode(atten_mask, call)
+    if block_table is not None:
+        _need_table(block_table, key, call)
+    return call
+
+
+def _need_heads(query: Tensor, heads: int, kv_heads: int) -> None:
+    need(0 < heads <= 256, f"num_query_heads is {heads}; expected 1 to 256")
+    need(
+        heads % kv_heads == 0 and heads // kv_heads <= 64,
+        f"num_query_heads is {heads} and num_key_value_heads {kv_heads}; expected a multiple, of at most 64 times",
+    )
+    need(query.shape[-2] == heads, f"query is {shown(query)}; num_query_heads={heads} must be its last axis but one")
+
+
+def _query_lengths(query: Tensor, given: Sequence[int] | None, layout: str) -> tuple[int, ...]:
+    if layout == "BSND":
+        rows, steps = query.shape[:2]
+        # With one step the list is documented to have no effect.
+        return _per_request("actual_seq_qlen", None if steps == 1 else given, rows, steps)
+    if given is None:
+        raise OperatorError("actual_seq_qlen is missing; layout TND needs it, cumulative, one entry a request")
+    need(query.shape[0] <= 1 << 20, f"query has {query.shape[0]} tokens; layout TND takes up to {1 << 20}")
+    return _cumulative("actual_seq_qlen", given, query.shape[0])
+
+
+def _held_lengths(key: Tensor, given: Sequence[int] | None, layout: str, rows: int, paged: bool) -> tuple[int, ...]:
+    if layout == "BSND" and not paged:
+        return _per_request("actual_seq_kvlen", given, rows, key.shape[1])
+    if given is None:
+        where = "with a block_table" if paged else "in layout TND"
+        raise OperatorError(f"actual_seq_kvlen is missing; it is mandatory {where}")
+    need(layout == "BSND" or len(given) == rows, f"actual_seq_kvlen has {len(given)} entries for {rows} requests")
+    if paged:
+        return _per_request("actual_seq_kvlen", given, rows, None)
+    return _cumulative("actual_seq_kvlen", given, key.shape[0])
+
+
+def _cumulative(name: str, given: Sequence[int], tokens: int) -> tuple[int, ...]:
+    """Lengths of a list of running sums, which starts at the first request's length."""
+    lengths = tuple(after - before for before, after in pairwise((0, *given)))
+    need(0 < len(given) <= 4096, f"{name} has {len(given)} entries; expected 1 to 4096")
+    need(
+        min(lengths) >= 0 and given[-1] == tokens,
+        f"{name} is {list(given)}; in layout TND it is cumulative (never falling, no leading zero) "
+        f"and ends at the number of tokens, {tokens}",
+    )
+    return lengths
+
+
+def _per_request(name: str, given: Sequence[int] | None, rows: int, longest: int | None) -> tuple[int, ...]:
+    """One length a request: that of a list with one entry for all, else the first entries."""
+    if given is None:
+        return (longest or 0,) * rows
+    need(len(given) == 1 or len(given) >= rows, f"{name} has {len(given)} entries; expected 1, or {rows} or more")
+    lengths = tuple(given) * rows if len(given) == 1 else tuple(given[:rows])
+    need(
+        min(lengths, default=0) >= 0 and (longest is None or max(lengths, default=0) <= longest),
+        f"{name} is {list(given)}; here it holds the length of each request, 0 to {longest or 'any'}",
+    )
+    return lengths
+
+
+def _need_key_shapes(key: Tensor, value: Tensor, call: _Call) -> None:
+    if call.paged:
+        step = 16 if call.one_step else 128
+        size = call.block_size
+        need(
+            size > 0 and size % step == 0 and (call.one_step or size <= 512),
+            f"block_size is {size}; expected a multiple of {step}{'' if call.one_step else ', at most 512'}",
+        )
+        need_rank(3, 3, key=key)
+        need_shape((key.shape[0], size, key.shape[2]), "blocks, block_size, heads * width", key=key)
+        need(key.shape[2] <= 65535, f"key is {shown(key)}; its last axis, heads * width, takes up to 65535")
+        need(key.shape[2] % call.kv_heads == 0, f"key is {shown(key)}, whose last axis is not {call.kv_heads} heads")
+        need(key.numel() < 1 << 31, f"key has {key.numel()} elements; the operator counts them in int32")
+        return need_shape(key.shape, "as key", value=value)
+    need_rank(RANKS[call.layout], RANKS[call.layout], key=key, value=value)
+    need(
+        key.shape[-2] == call.kv_heads, f"key is {shown(key)}; expected {call.kv_heads} heads on its last axis but one"
+    )
+    if call.layout == "BSND":
+        need(key.shape[0] == len(call.queries), f"key is {shown(key)}; expected {len(call.queries)} requests")
+        return need_shape(key.shape, "as key", value=value)
+    return need_shape(key.shape[:2], "tokens, heads, as key", value=value[..., 0])
+
+
+def _width(x: Tensor, call: _Call) -> int:
+    """Width of one head of keys or values."""
+    return x.shape[-1] // call.kv_heads if call.paged else x.shape[-1]
+
+
+def _need_widths(width: int, of_keys: int, of_values: int, dtype: torch.dtype, call: _Call) -> None:
+    need(width == of_keys, f"heads of query are {width} wide and those of key {of_keys}; expected equal widths")
+    need(width <= 512, f"heads are {width} wide; expected at most 512")
+    if call.layout == "TND":
+        need(dtype == torch.bfloat16, f"query is {dtype}; layout TND takes torch.bfloat16")
+        both = (of_keys, of_values)
+        need(both in TND_WIDTHS, f"heads are {of_keys} wide, values {of_values}; layout TND takes {TND_WIDTHS}")
+    elif not call.one_step:
+        need(width % 16 == 0, f"heads are {width} wide; with more than one step a multiple of 16 is needed")
+        flat = call.heads * width
+        need(flat < 65535, f"num_query_heads * width is {flat}; layout BSND needs less than 65535")
+
+
+def _need_mode(mask: Tensor | None, call: _Call) -> None:
+    given = f"sparse_mode is {call.mode} with{'out' if mask is None else ''} atten_mask"
+    if call.layout == "BSND" and call.one_step:
+        need(call.mode == 0 and mask is None, f"{given}; the reference covers 0 without for a query of one step")
+        return
+    allowed = (call.mode, mask is None) in ((0, True), (3, False), (4, False))
+    need(allowed, f"{given}; the reference covers 0 without, and 3 and 4 with the shared mask")
+    if mask is None:
+        return
+    need(
+        mask.dim() in (2, 3, 4) and tuple(mask.shape) == (1,) * (mask.dim() - 2) + (MASK_SIDE, MASK_SIDE),
+        f"atten_mask is {shown(mask)}; modes 3 and 4 take one for all lengths, [{MASK_SIDE}, {MASK_SIDE}] "
+        "with up to two leading axes of size 1",
+    )
+    if call.layout == "TND":
+        _need_tnd_lengths(call)
+
+
+def _need_tnd_lengths(call: _Call) -> None:
+    for queries, held in zip(call.queries, call.held, strict=True):
+        need(
+            call.mode == 4 or queries < held,
+            f"a request has {queries} queries and {held} keys; in layout TND sparse_mode 3 needs fewer queries than "
+            "keys (sparse_mode=4 with next_tokens=0 masks the same and does not)",
+        )
+        need(
+            call.mode == 3 or (call.before >= -queries and call.after >= -held and call.before + call.after >= 0),
+            f"pre_tokens is {call.before} and next_tokens {call.after}; with {queries} queries and {held} keys "
+            "sparse_mode 4 needs pre_tokens >= -queries, next_tokens >= -keys and a sum of at least 0",
+        )
+
+
+def _need_table(block_table: Tensor, key: Tensor, call: _Call) -> None:
+    blocks = [math.ceil(held / call.block_size) for held in call.held]
+    most = max(blocks, default=0)
+    need_dtype((torch.int32,), block_table=block_table)
+    need_rank(2, 2, block_table=block_table)
+    need_contiguous(block_table=block_table)
+    need(
+        block_table.shape[0] == len(blocks) and block_table.shape[1] >= most,
+        f"block_table is {shown(block_table)}; expected {len(blocks)} lines of at least {most} blocks",
+    )
+    need(
+        key.shape[0] >= sum(blocks),
+        f"key has {key.shape[0]} blocks and the requests hold {sum(blocks)}, shared ones counted each time; the "
+        "operator wants no fewer blocks than that",
+    )
+
+
+def _fia_like(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
+    call = _understand(query, key, value, **arguments)
+    by_head = query.shape[:2] if call.layout == "TND" else (query.shape[0], call.heads, query.shape[1])
+    lse = (*by_head, 1) if arguments["return_softmax_lse"] else (0,)
+    return query.new_empty((*query.shape[:-1], _width(value, call))), query.new_empty(lse, dtype=torch.float32)
+
+
+@operator("npu_fused_infer_attention_score_v2", shapes=_fia_like)
+def npu_fused_infer_attention_score_v2(
+    query: Tensor, key: Tensor, value: Tensor, **arguments: Any
+) -> tuple[Tensor, Tensor]:
+    """(attention, log of the softmax's denominator: natural, float32).
+
+    Query head h reads key head h // (heads / kv_heads). NaN stands where the device leaves a value undefined: cells
+    past a request's queries, queries that see no key, and requests without keys (whose lse is inf).
+    """
+    call = _understand(query, key, value, **arguments)
+    mask, table = arguments["atten_mask"], arguments["block_table"]
+    if table is not None:
+        need_values(0, key.shape[0] - 1, "ids of blocks, in unused entries too", block_table=table)
+    if mask is not None:
+        alike = torch.equal(mask.reshape(MASK_SIDE, MASK_SIDE).bool(), _shared_mask())
+        need(alike, "atten_mask must be True strictly above the diagonal and False elsewhere: True masks out")
+    rows = range(len(call.queries))
+    tokens = [_rows(query, call.layout, call.queries, row) for row in rows]
+    keys, values = ([_held(x, table, call, row) for row in rows] for x in (key, value))
+    seen = [_seen(call, row) for row in rows]
+    scale = arguments["softmax_scale"]
+    results = [_attend(*each, call, scale) for each in zip(tokens, keys, values, seen, strict=True)]
+    out, lse = _joined(results, query.shape[1], call)
+    if key.numel() == 0:
+        out.zero_()  # Documented for keys that are empty altogether.
+    return out.to(query.dtype), lse if arguments["return_softmax_lse"] else lse.new_empty(0)
+
+
+@functools.cache
+def _shared_mask() -> Tensor:
+    return torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.bool).triu(1)
+
+
+def _rows(x: Tensor, layout: str, lengths: Sequence[int], row: int) -> Tensor:
+    """The tokens of one request, [length heads width]."""
+    if layout == "BSND":
+        return x[row, : lengths[row]]
+    start = sum(lengths[:row])
+    return x[start : start + lengths[row]]
+
+
+def _held(x: Tensor, table: Tensor | None, call: _Call, row: int) -> Tensor:
+    """The keys or values of one request, [length kv_heads width]."""
+    length = call.held[row]
+    if table is None:
+        return _rows(x, call.layout, call.held, row)
+    blocks = x[table[row, : math.ceil(length / call.block_size)].long()]
+    return blocks.unflatten(-1, (call.kv_heads, -1)).flatten(0, 1)[:length]
+
+
+def _seen(call: _Call, row: int) -> Tensor:
+    """[queries keys]: which keys each query of a request sees. The last query stands on the last key."""
+    queries, held = call.queries[row], call.held[row]
+    i = torch.arange(queries)[:, None] + held - queries
+    j = torch.arange(held)
+    if call.mode == 0:
+        return torch.ones(queries, held, dtype=torch.bool)
+    return j <= i if call.mode == 3 else (j >= i - call.before) & (j <= i + call.after)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, call: _Call, scale: float) -> tuple[Tensor, Tensor]:
+    """Outputs [queries heads width] and lse [queries heads] of one request."""
+    shared = call.heads // call.kv_heads
+    k, v = (x.float().repeat_interleave(shared, 1) for x in (k, v))
+    scores = (torch.einsum("qhd,khd->hqk", q.float(), k) * scale).masked_fill(~seen, -torch.inf)
+    lse = scores.logsumexp(-1)
+    out = torch.einsum("hqk,khd->qhd", (scores - lse[..., None]).exp(), v)
+    blind = ~seen.any(-1)
+    out = out.masked_fill(blind[:, None, None], torch.nan)
+    return out, lse.T.masked_fill(blind[:, None], torch.nan if len(k) else torch.inf)
+
+
+def _joined(results: list[tuple[Tensor, Tensor]], steps: int, call: _Call) -> tuple[Tensor, Tensor]:
+    """Outputs and lse of all requests; in layout BSND with NaN behind the queries of each."""
+    outs, lses = zip(*results, strict=True)
+    if call.layout == "TND":
+        return torch.cat(outs), torch.cat(lses)[..., None]
+    out, lse = (torch.stack([_padded(x, steps) for x in each]) for each in (outs, lses))
+    return out, lse.transpose(1, 2)[..., None].contiguous()
+
+
+def _padded(x: Tensor, steps: int) -> Tensor:
+    return torch.cat((x, x.new_full((steps - len(x), *x.shape[1:]), torch.nan)))

@@ -1,0 +1,100 @@
+"""Definition of the namespace `npu` on the CPU: schemas as recorded from one torch_npu version, implementations ours.
+
+An implementation comes in two parts. `shapes` checks all that can be checked without values and returns empty
+outputs: it answers for meta and fake tensors. `run` checks values and computes. Both get every argument of the schema
+by name, defaults filled in from the version's own schema.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from ..errors import LoweringError
+from ..npu.features import recorded, recorded_version
+from ..target import named
+from .checks import OperatorError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Operator:
+    """The two parts of an implementation."""
+
+    shapes: Callable[..., Any]
+    run: Callable[..., Any]
+
+
+OPERATORS: dict[str, Operator] = {}
+"""Implementations by operator name, without the namespace."""
+
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def operator(name: str, shapes: Callable[..., Any]) -> Callable[[F], F]:
+    """Register the decorated function as the CPU implementation of `npu::name`."""
+
+    def register(run: F) -> F:
+        OPERATORS[name] = Operator(shapes, run)
+        return run
+
+    return register
+
+
+def load(version: str = "2.13.0") -> None:
+    """Define the operators of the namespace `npu` that torch_npu `version` has, and implement them on the CPU.
+
+    A second call does nothing. `LoweringError` where torch_npu itself is loaded, or another version was asked for
+    before in this process: a dispatcher holds one schema an operator.
+    """
+    if "torch_npu" in sys.modules:
+        raise LoweringError(
+            "torch_npu is loaded, so the namespace npu holds its operators; the CPU references are for a process "
+            "without it (TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading it)"
+        )
+    exact = recorded_version(named("ascend910b", torch_npu=version))
+    if exact in _libraries:
+        return
+    if _libraries:
+        raise LoweringError(
+            f"the references of torch_npu {', '.join(_libraries)} are loaded in this process; "
+            f"those of {exact} need a process of their own"
+        )
+    # Kept alive: the definitions vanish with the library.
+    library = _libraries[exact] = torch.library.Library("npu", "FRAGMENT")
+    for name, schema in recorded()[exact].items():
+        library.define(schema)
+        _implement(library, name, schema)
+
+
+def _implement(library: torch.library.Library, name: str, schema: str) -> None:
+    """Put the two parts of operator `name` behind its schema."""
+    one = OPERATORS[name]
+    library.impl(name, _named(name, schema, one.shapes), "Meta")
+    library.impl(name, _named(name, schema, functools.partial(_checked, one)), "CPU")
+
+
+def _checked(one: Operator, **arguments: Any) -> Any:
+    one.shapes(**arguments)
+    return one.run(**arguments)
+
+
+def _named(operator_name: str, schema: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as the dispatcher calls it, which strips arguments equal to their defaults."""
+    arguments = torch._C.parse_schema(schema).arguments
+    names = [argument.name for argument in arguments]
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(**defaults | dict(zip(names, args, strict=False)) | kwargs)
+        except OperatorError as error:
+            raise OperatorError(f"{operator_name}: {error}") from None
+
+    return call

@@ -1,0 +1,1 @@
+"""The Ascend kernels, through CPU references of the operators they call."""

@@ -1,0 +1,57 @@
+"""Running an Ascend kernel through the operators' CPU references, and comparing it with its op's reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lowering
+from lowering import OPS, Policy
+from tests.cases import Case, live
+from tests.tolerances import assert_close
+
+
+def copied(value: Any) -> Any:
+    """A copy of a tensor; anything else as it is."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def check(case: Case, kernel: str, target: str, dtype: torch.dtype, tokens: int | None = None) -> None:
+    """`AssertionError` unless the kernel gives what the reference gives, and leaves its arguments alone.
+
+    Where most tokens are padding `tokens` is the number of the others: both ways must give zeros behind them, which
+    are then left out, for a bound goes by the mean square.
+    """
+    op = OPS[case.op]
+    args, kwargs = case.arguments(dtype)
+    given = [copied(value) for value in args]
+    with lowering.use(Policy({case.op: kernel}), target=target):
+        actual = compared(case, op(*args, **kwargs))
+    plain, kwargs = case.arguments(dtype)
+    expected = compared(case, op.body(*plain, **kwargs))
+    if tokens is not None:
+        actual, expected = without_padding(actual, tokens), without_padding(expected, tokens)
+    assert_close(actual, expected, length=case.length)
+    for index, (before, after) in enumerate(zip(given, args, strict=True)):
+        if isinstance(before, Tensor) and not (case.op == "write_pages" and index < 2):
+            assert torch.equal(before.nan_to_num(), after.nan_to_num()), f"argument {index} was written"
+
+
+def without_padding(result: Any, tokens: int) -> Any:
+    """The result with its output, alone or first, cut to the tokens that are not padding."""
+    out, *rest = result if isinstance(result, tuple) else (result,)
+    assert not out[tokens:].any(), "padding tokens got something else than zeros"
+    return out[:tokens], *rest
+
+
+def compared(case: Case, result: Any) -> Any:
+    """What both ways of running an op must agree in: a trail is compared by the states that it leads to."""
+    if case.op != "gated_delta_rule" or result[2] is None:
+        return live(case.op, result)
+    out, state, trail = result
+    rows, steps = trail.keys.shape[:2]
+    counts = [torch.full((rows,), count, dtype=torch.int32) for count in range(steps + 1)]
+    counts.append(torch.arange(rows, dtype=torch.int32) % (steps + 1))
+    return out, state[:-1], [trail.at(accepted)[:-1] for accepted in counts]

@@ -1,0 +1,212 @@
+"""Conventions that the Ascend kernels rest on, each flipped on the way to its operator: some case must then fail.
+
+A flip changes the arguments of one operator, or its results, as a kernel would that had got the convention wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from lowering import OPS, LoweringError, npu_reference
+from lowering.npu import attention, delta, features, mlp, moe, norm, rotary, short_conv
+from lowering.target import ASCEND
+from tests.cases import CASES
+
+from .agreement import check
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+MODULES = (attention, delta, mlp, moe, norm, rotary, short_conv)
+FIA = "npu_fused_infer_attention_score_v2"
+STEPS, CHUNK = "npu_recurrent_gated_delta_rule_functional", "npu_chunk_gated_delta_rule"
+PACKED, PADDED = {"input_layout": "TND"}, {"input_layout": "BSND"}
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A convention of an operator, and the call that breaks it; `where` are keyword values of the calls it is for."""
+
+    operator: str
+    convention: str
+    change: Callable[[tuple[Any, ...], dict[str, Any]], Arguments] | None = None
+    where: dict[str, Any] | None = None
+    result: Callable[[Any], Any] | None = None
+    only: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.operator}: {self.convention}"
+
+
+def but(**changes: Callable[[Any], Any]) -> Callable[..., Arguments]:
+    """With keyword arguments changed where they are passed."""
+    return lambda args, kwargs: (args, kwargs | {k: f(kwargs[k]) for k, f in changes.items() if k in kwargs})
+
+
+def without(*names: str) -> Callable[..., Arguments]:
+    """With keyword arguments left to their defaults."""
+    return lambda args, kwargs: (args, {k: v for k, v in kwargs.items() if k not in names})
+
+
+def at(index: int, change: Callable[[Any], Any]) -> Callable[..., Arguments]:
+    """With one positional argument changed."""
+    return lambda args, kwargs: ((*args[:index], change(args[index]), *args[index + 1 :]), kwargs)
+
+
+def swapped(one: int, two: int) -> Callable[..., Arguments]:
+    """With two positional arguments in each other's place."""
+
+    def change(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        places = list(args)
+        places[one], places[two] = places[two], places[one]
+        return tuple(places), kwargs
+
+    return change
+
+
+def rows_of(ends: list[int]) -> list[int]:
+    return [end - start for start, end in pairwise([0, *ends])]
+
+
+def summed(lengths: list[int]) -> list[int]:
+    return list(accumulate(lengths))
+
+
+def past_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Key lengths without the new tokens."""
+    new = kwargs.get("actual_seq_qlen") or [1] * len(kwargs["actual_seq_kvlen"])
+    held = [max(keys - count, 0) for keys, count in zip(kwargs["actual_seq_kvlen"], new, strict=True)]
+    return args, kwargs | {"actual_seq_kvlen": held}
+
+
+def by_choice(places: torch.Tensor) -> torch.Tensor:
+    """Places listed choice by choice instead of token by token: the cases of 6 tokens have 2 choices."""
+    return places.view(-1, 2).T.flatten() if places.numel() == 12 else places
+
+
+def halves_swapped(x: torch.Tensor) -> torch.Tensor:
+    return x.roll(x.shape[-1] // 2, -1)
+
+
+def other_way(mode: str) -> str:
+    return {"half": "interleave", "interleave": "half"}[mode]
+
+
+FLIPS = [
+    Flip(FIA, "mask polarity", but(atten_mask=torch.logical_not)),
+    Flip(FIA, "which triangle is masked", but(atten_mask=lambda mask: mask.T.contiguous())),
+    Flip(FIA, "the scale is not 1", without("softmax_scale")),
+    Flip(FIA, "fewer key heads than query heads", without("num_key_value_heads")),
+    Flip(FIA, "packed query lengths are cumulative", but(actual_seq_qlen=rows_of), PACKED),
+    Flip(FIA, "key lengths over pages are each row's own (packed)", but(actual_seq_kvlen=summed), PACKED),
+    Flip(FIA, "key lengths over pages are each row's own (padded)", but(actual_seq_kvlen=summed), PADDED),
+    Flip(FIA, "padded query lengths are each row's own", but(actual_seq_qlen=summed), PADDED),
+    Flip(FIA, "key lengths include the new tokens", past_alone, PADDED, only="paged_attention"),
+    Flip(FIA, "queries end where keys end", but(sparse_mode=lambda _: 2), {"sparse_mode": 3}, only="paged_attention"),
+    Flip(FIA, "the band ends at the query", but(next_tokens=lambda _: 1), PACKED),
+    Flip(FIA, "the band reaches back to the first key", but(pre_tokens=lambda _: 2), PACKED),
+    Flip(FIA, "pages in the order of the table", but(block_table=lambda table: table.flip(1).contiguous())),
+    Flip(FIA, "keys before values", swapped(1, 2)),
+    Flip("npu_scatter_pa_kv_cache", "plain pages, not NZ", without("cache_mode")),
+    Flip("npu_scatter_pa_kv_cache", "slots count tokens from 0", at(4, lambda slots: slots - 1)),
+    Flip("npu_scatter_pa_kv_cache", "keys before values", lambda a, k: ((a[1], a[0], a[3], a[2], a[4].roll(1)), k)),
+    Flip("npu_rms_norm", "epsilon is the caller's", without("epsilon")),
+    Flip("npu_gemma_rms_norm", "epsilon is the caller's", without("epsilon")),
+    Flip("npu_add_rms_norm", "epsilon is the caller's", without("epsilon")),
+    Flip("npu_rms_norm", "epsilon is divided by the width", but(epsilon=lambda e: 12 * e), only="l2_norm"),
+    Flip("npu_rms_norm", "one plus the weight", at(1, lambda weight: weight - 1), only="gemma_rms_norm"),
+    Flip("npu_rms_norm", "the weight alone", at(1, lambda weight: weight + 1), only="gated_rms_norm"),
+    Flip("npu_gemma_rms_norm", "the operator adds one", at(1, lambda weight: weight + 1)),
+    Flip("npu_gemma_rms_norm", "the sum is normalised", at(0, lambda x: x / 2 + 1), only="add_gemma_rms_norm"),
+    Flip("npu_add_rms_norm", "the sum is the third result", result=lambda r: (r[2], r[1], r[0])),
+    Flip("npu_add_rms_norm", "one plus the weight", at(2, lambda weight: weight - 1), only="add_gemma_rms_norm"),
+    Flip("npu_rotary_mul", "halves or neighbours", but(rotary_mode=other_way)),
+    Flip("npu_rotary_mul", "cosine before sine", swapped(1, 2)),
+    Flip("npu_rotary_mul", "the sense of the turn", at(2, torch.neg)),
+    Flip("npu_apply_rotary_pos_emb", "halves or neighbours", but(rotary_mode=other_way)),
+    Flip("npu_apply_rotary_pos_emb", "cosine before sine", swapped(2, 3)),
+    Flip("npu_apply_rotary_pos_emb", "packed tokens", without("layout")),
+    Flip("npu_swiglu", "the first half is activated", at(0, halves_swapped)),
+    Flip(STEPS, "the state is value-major", at(3, lambda state: state.mT.contiguous())),
+    Flip(STEPS, "queries come scaled", but(scale=lambda _: 128**-0.5)),
+    Flip(STEPS, "lengths are each row's own", but(actual_seq_lengths=lambda n: n.cumsum(0).int())),
+    Flip(STEPS, "a row keeps its slot", but(ssm_state_indices=lambda slots: slots.roll(1))),
+    Flip(STEPS, "decay is a logarithm", but(g=lambda g: g.exp())),
+    Flip(STEPS, "write strength is not one", but(beta=torch.ones_like)),
+    Flip(STEPS, "queries before keys", swapped(0, 1)),
+    Flip(CHUNK, "the state is value-major", but(initial_state=lambda state: state.mT.contiguous())),
+    Flip(CHUNK, "the state is the row's", but(initial_state=lambda state: state.roll(1, 0))),
+    Flip(CHUNK, "queries come scaled", but(scale=lambda _: 128**-0.5)),
+    Flip(CHUNK, "lengths are each row's own", but(actual_seq_lengths=lambda n: n.cumsum(0).int())),
+    Flip(CHUNK, "decay is a logarithm", but(g=lambda g: g.exp())),
+    Flip(CHUNK, "write strength is not one", but(beta=torch.ones_like)),
+    Flip(CHUNK, "the state comes out value-major", result=lambda r: (r[0], r[1].mT.contiguous())),
+    Flip("npu_moe_gating_top_k_softmax_v2", "weights add up to one", but(renorm=lambda _: 0)),
+    Flip("npu_moe_gating_top_k_softmax_v2", "weights come first", result=lambda r: (r[1].float(), r[0].long(), r[2])),
+    Flip("npu_moe_init_routing_v2", "rows by token, not by place", but(row_idx_type=lambda _: 1)),
+    Flip("npu_moe_init_routing_v2", "all experts are active", but(active_expert_range=lambda r: [0, r[1] - 1])),
+    Flip("npu_grouped_matmul", "group sizes are counts", but(group_list=lambda sizes: sizes.cumsum(0))),
+    Flip("npu_grouped_matmul", "group sizes are said to be counts", without("group_list_type")),
+    Flip("npu_grouped_matmul", "weights by inputs", at(1, lambda weights: [weights[0].mT])),
+    Flip("npu_moe_token_unpermute", "choices are weighted", without("probs")),
+    Flip("npu_moe_token_unpermute", "places are token-major", at(1, by_choice)),
+    Flip("npu_fused_causal_conv1d", "the oldest tap first", at(1, lambda taps: taps.flip(0).contiguous())),
+    Flip("npu_fused_causal_conv1d", "the window is oldest first", at(2, lambda w: w.flip(1).contiguous())),
+    Flip("npu_fused_causal_conv1d", "starts begin with 0", but(query_start_loc=lambda starts: starts[1:].contiguous())),
+]  # fmt: skip
+
+
+class Flipped:
+    """Stands for the operators, with one convention of one of them flipped; `met` once a call was changed."""
+
+    def __init__(self, flip: Flip) -> None:
+        self.flip, self.met = flip, False
+
+    def __getattr__(self, name: str) -> Any:
+        operator, flip = getattr(features.npu, name), self.flip
+        if name != flip.operator:
+            return operator
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if flip.where and any(kwargs.get(key) != value for key, value in flip.where.items()):
+                return operator(*args, **kwargs)
+            self.met = True
+            if flip.change is not None:
+                args, kwargs = flip.change(args, kwargs)
+            result = operator(*args, **kwargs)
+            return result if flip.result is None else flip.result(result)
+
+        return call
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("flip", FLIPS, ids=str)
+def test_a_flipped_convention_is_noticed(flip: Flip, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a wrong value, or by the operator's reference, which refuses the call."""
+    npu_reference.load()
+    operators = Flipped(flip)
+    for module in MODULES:
+        monkeypatch.setattr(module, "npu", operators)
+    for target in ASCEND:
+        for case in CASES:
+            for kernel in () if case.bench or flip.only not in (None, case.op) else OPS[case.op].serving(target):
+                args, kwargs = case.arguments(torch.bfloat16)
+                if flip.operator not in kernel.operators or (kernel.refuse and kernel.refuse(*args, **kwargs)):
+                    continue
+                operators.met = False
+                try:
+                    check(case, kernel.name, target, torch.bfloat16)
+                except (AssertionError, LoweringError, RuntimeError, IndexError):
+                    assert operators.met, f"{case} fails without the flip"
+                    return
+    pytest.fail(f"no case notices: {flip}")
+
+
+def test_every_operator_has_a_flip() -> None:
+    """All but the one that only changes how weights are stored."""
+    assert {flip.operator for flip in FLIPS} == features.ARGUMENTS.keys() - {"npu_format_cast"}

@@ -1,0 +1,95 @@
+"""Output shapes and dtypes of the references against the shape functions of the real torch_npu, loaded without CANN."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+
+import lowering
+from lowering import LoweringError
+from lowering.dryrun.stubs import stubs
+from lowering.dryrun.wheel import fetched
+from tests.npu_reference import real_shapes
+from tests.npu_reference.calls import call
+from tests.npu_reference.real_shapes import Hollow
+from tests.npu_reference.test_attention import FIA, HEADS, MASK, Paged, packed
+from tests.npu_reference.test_cache import SCATTER
+from tests.npu_reference.test_cache import valid as scatter
+from tests.npu_reference.test_conv import CONV
+from tests.npu_reference.test_conv import valid as conv
+from tests.npu_reference.test_delta import CHUNK, RECURRENT, chunked, recurrent
+from tests.npu_reference.test_moe import GATING, MATMUL, ROUTING, UNPERMUTE, matmul, routing, unpermute
+from tests.npu_reference.test_norms import NORMS
+from tests.npu_reference.test_norms import valid as norm
+from tests.npu_reference.test_rotary import APPLY, MUL, valid_apply, valid_mul
+
+
+def padded() -> dict[str, Any]:
+    query = torch.zeros(2, 3, HEADS, 48, dtype=torch.bfloat16)
+    return Paged([9, 12], 48).arguments(
+        [9, 12], query=query, input_layout="BSND", atten_mask=MASK, sparse_mode=3, actual_seq_qlen=[2, 3]
+    )
+
+
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    *((name, norm(name)) for name in NORMS),
+    *((name, norm(name, torch.float32, 2, 7, dim=(4, 16))) for name in NORMS),
+    ("npu_swiglu", {"input": torch.zeros(3, 10, 14), "dim": 1}),
+    (MUL, valid_mul()),
+    (APPLY, valid_apply()),
+    (APPLY, valid_apply(torch.float16, "BSND")),
+    (FIA, packed([3, 2], [130, 7])[0]),
+    (FIA, packed([3, 2], [130, 7], return_softmax_lse=False)[0]),
+    (FIA, padded()),
+    (SCATTER, scatter()),
+    (RECURRENT, recurrent([3, 2], [2, 2, 2, 0, 0])),
+    (CHUNK, chunked([9, 4])),
+    (CONV, conv()),
+    (GATING, {"x": torch.randn(5, 7), "k": 3, "renorm": 1}),
+    (GATING, {"x": torch.randn(5, 7), "k": 3, "renorm": 0, "output_softmax": True}),
+    (ROUTING, routing(active_expert_range=[2, 5])),
+    (MATMUL, matmul(turned=True)),
+    (UNPERMUTE, unpermute()),
+]
+
+
+def unpacked() -> Path:
+    try:
+        return fetched()
+    except LoweringError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def real() -> list[Any]:
+    """Outputs of every call in `CALLS`, from one process that loads torch_npu."""
+    wheel = unpacked()
+    hollow = [(name, pytree.tree_map(Hollow.of, arguments)) for name, arguments in CALLS]
+    environment = os.environ | {"LD_LIBRARY_PATH": str(stubs(wheel)), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    command = [sys.executable, real_shapes.__file__, str(wheel)]
+    done = subprocess.run(command, input=pickle.dumps(hollow), env=environment, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    return pickle.loads(done.stdout)
+
+
+@pytest.mark.parametrize("index", range(len(CALLS)), ids=[f"{at} {name}" for at, (name, _) in enumerate(CALLS)])
+def test_outputs_have_the_real_shapes(real: list[Any], index: int) -> None:
+    name, arguments = CALLS[index]
+    with lowering.use(target="ascend950" if name == CONV else "ascend910b"):
+        ours = pytree.tree_map(Hollow.of, call(name, arguments))
+    assert pytree.tree_map(shape, ours) == pytree.tree_map(shape, real[index])
+
+
+def shape(x: Any) -> Any:
+    """What must be equal: strides may differ."""
+    return (x.shape, x.dtype) if isinstance(x, Hollow) else x
