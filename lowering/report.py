@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -20,7 +16,9 @@ from params.spec import TensorSpec
 
 from . import target as targets
 from .policy import MODE, Policy, check
+from .sheet import Sheet
 from .target import Target
+from .trace import DryRun
 
 if TYPE_CHECKING:
     from .op import Choice
@@ -51,20 +49,17 @@ class Report:
                 return
         self.rows.append(Row(choice.op, choice.kernel.name, choice.refused, choice.target.name, 1))
 
-    def table(self) -> Table:
-        """The report as a rich table."""
-        table = Table(title=f"lowered to {', '.join(sorted({row.target for row in self.rows}))}", title_justify="left")
-        for column in ("op", "calls", "kernel", "refused before it"):
-            table.add_column(column, justify="right" if column == "calls" else "left")
-        for row in sorted(self.rows, key=lambda row: row.op):
-            reasons = "\n".join(f"{name}: {reason}" for name, reason in row.refused.items())
-            table.add_row(row.op, str(row.count), row.kernel, escape(reasons))
-        return table
+    def sheet(self) -> Sheet:
+        """The report as a table."""
+        title = f"lowered to {', '.join(sorted({row.target for row in self.rows}))}"
+        rows = [
+            (row.op, str(row.count), row.kernel, reasons(row.refused))
+            for row in sorted(self.rows, key=lambda row: row.op)
+        ]
+        return Sheet(title, ("op", "calls", "kernel", "refused before it"), rows, numbers=("calls",))
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        Console(file=out, width=120, force_jupyter=False, force_terminal=False).print(self.table())
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        return self.sheet().drawn()
 
     __repr__ = __str__
 
@@ -94,16 +89,29 @@ def explain(
     names what does not exist.
     """
     mode = MODE.get()
-    check(policy or mode.policy)
-    report = Report()
     chosen = mode.target if target is None else targets.named(target)
-    token = MODE.set(replace(mode, policy=policy or mode.policy, target=chosen, report=report, dry=True))
+    run = DryRun()
+    with dry(chosen, policy or mode.policy, run) as (fake, report), torch.no_grad():
+        run.program(function, abstract(args, fake), abstract(kwargs, fake))
+    return report
+
+
+@contextmanager
+def dry(target: Target | None, policy: Policy, run: DryRun) -> Iterator[tuple[FakeTensorMode, Report]]:
+    """Inside the block ops are chosen for `target` and go to `run`; the mode that makes tensors without values."""
+    check(policy)
+    report = Report()
+    token = MODE.set(replace(MODE.get(), policy=policy, target=target, report=report, dry=run))
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
-            function(*abstract(args, fake), **abstract(kwargs, fake))
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake, run.recorder:
+            yield fake, report
     finally:
         MODE.reset(token)
-    return report
+
+
+def reasons(refused: dict[str, str]) -> str:
+    """One line a kernel."""
+    return "\n".join(f"{name}: {reason}" for name, reason in refused.items())
 
 
 def abstract(value: Any, fake: FakeTensorMode) -> Any:

@@ -1,0 +1,101 @@
+"""The dry run's process: loads torch_npu from the directory it is given, then answers requests until its input ends."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import sys
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from .. import registry, stages
+from ..errors import LoweringError
+from ..report import dry
+from ..stages import Lowered
+from ..trace import DryRun, Recorder, Shape
+from .costs import NPU
+from .process import Answer, Failure, Request
+from .versions import problems
+
+
+class _Given(TorchFunctionMode):
+    """Keeps the arguments of `npu` operators as their caller gave them; the dispatcher fills in and reorders."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if isinstance(func, (torch._ops.OpOverloadPacket, torch._ops.OpOverload)):
+            self.recorder.given = (args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def main() -> None:
+    """Answer requests on standard input: a length of eight bytes, then a pickle; answers have the same form."""
+    # An abort inside a library then says which line of the program called it.
+    faulthandler.enable(all_threads=False)
+    # The parent decides when to stop; Ctrl-C reaches both.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    version = load(Path(sys.argv[1]))
+    while request := _read(sys.stdin.buffer):
+        answer = _pickled(_answer(request, version))
+        answers.write(len(answer).to_bytes(8, "little") + answer)
+        answers.flush()
+
+
+def load(wheel: Path) -> str:
+    """Import torch_npu from an unpacked wheel; its version."""
+    sys.path.insert(0, str(wheel))
+    return importlib.import_module("torch_npu").__version__
+
+
+def _read(stream: BinaryIO) -> bytes:
+    return stream.read(int.from_bytes(stream.read(8), "little"))
+
+
+def _answer(request: bytes, version: str) -> Answer | Failure:
+    # Whatever a program raises belongs to the one who asked: a future holds it, and this process goes on.
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(lambda: _trace(pickle.loads(request), version))
+    error = future.exception()
+    if error is not None:
+        return Failure(error, "".join(traceback.format_exception(error)))
+    return Answer(future.result(), {op.name: tuple(op.kernels) for op in registry.OPS.values()})
+
+
+def _pickled(answer: Answer | Failure) -> bytes:
+    try:
+        data = pickle.dumps(answer)
+        pickle.loads(data)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        # An error whose class cannot be made again elsewhere travels as its text.
+        assert isinstance(answer, Failure)
+        data = pickle.dumps(Failure(LoweringError(repr(answer.error)), answer.traceback))
+    return data
+
+
+def _trace(request: Request, version: str) -> Lowered:
+    for module in request.modules:
+        importlib.import_module(module)
+    run = DryRun(Recorder(NPU, lambda name, args, kwargs: problems(name, args, kwargs, version)))
+    # In grad and no_grad mode one operator (moe_token_unpermute) ends the process when it is traced.
+    with dry(request.target, request.policy, run) as (_, report), torch.inference_mode(), _Given(run.recorder):
+        args, kwargs = tree_map(lambda x: x.made("npu") if isinstance(x, Shape) else x, (request.args, request.kwargs))
+        run.program(request.function, args, kwargs)
+    return stages.lowered(request.target, f"torch_npu {version}", run, report, request.sizes)
+
+
+if __name__ == "__main__":
+    main()
