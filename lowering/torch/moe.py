@@ -1,4 +1,4 @@
-"""Routed experts, each run once over the tokens that chose it."""
+"""Routed experts: each run once over the tokens that chose it, or each token's own weights gathered for it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from ..ops.mlp import swiglu
 from ..ops.moe import experts
+from ..target import EVERY
 
 
 @experts.kernel("torch_grouped", targets=("cpu",), host_reads=True)
@@ -23,3 +24,20 @@ def _grouped(x, weights, ids, gate_up, down):
         return torch.zeros_like(x)
     y = torch.cat(parts) * weights.flatten()[order, None]
     return torch.zeros_like(x).index_add(0, token, y)
+
+
+def _refuse_gathered(x, weights, ids, gate_up, down) -> str | None:
+    wanted, held = ids.numel(), gate_up.shape[0]
+    if wanted <= held:
+        return None
+    return f"reads an expert for each choice, which pays up to as many as there are experts; {wanted} choices of {held}"
+
+
+@experts.kernel("torch_gathered", targets=EVERY, refuse=_refuse_gathered)
+def _gathered(x, weights, ids, gate_up, down):
+    """For few tokens: nothing is read on the host, and of the weights only what was chosen."""
+    chosen = ids.flatten()
+    tokens = x.repeat_interleave(ids.shape[1], 0)[:, :, None]
+    y = swiglu.body((gate_up[chosen] @ tokens).mT).mT
+    y = (down[chosen] @ y).unflatten(0, ids.shape)[..., 0]
+    return (y * weights[..., None]).sum(1).to(x.dtype)
