@@ -9,18 +9,19 @@ from .generate import generate, requests_of, serve
 from .loading import load
 from .model import Model, build
 from .output import Output
+from .penalties import TokenCounts
 from .rows import fork, release, select
-from .sampling import RowSampling, Sampling, sample
+from .sampling import DraftNoise, RowSampling, Sampling, sample
 from .serving import Event, Request, Result
 from .shape_checks import disable_shape_checks, enable_shape_checks, shape_checked, wanted
 from .speculative import Carry, Draft, Proposal, Verdict, next_tokens, verify
 from .state import State, commit, logical
 
 __all__ = [
-    "Batch", "Carry", "CheckpointError", "ConfigError", "Draft", "Event", "Model", "OutOfPages", "Output", "Proposal",
-    "Request", "Result", "RowSampling", "Sampling", "StaleStateError", "State", "StateError", "Verdict", "build",
-    "commit", "disable_shape_checks", "draft", "enable_shape_checks", "fork", "generate", "load", "logical",
-    "next_tokens", "release", "requests_of", "sample", "select", "serve", "shape_checked", "verify",
+    "Batch", "Carry", "CheckpointError", "ConfigError", "Draft", "DraftNoise", "Event", "Model", "OutOfPages", "Output",
+    "Proposal", "Request", "Result", "RowSampling", "Sampling", "StaleStateError", "State", "StateError", "TokenCounts",
+    "Verdict", "build", "commit", "disable_shape_checks", "draft", "enable_shape_checks", "fork", "generate", "load",
+    "logical", "next_tokens", "release", "requests_of", "sample", "select", "serve", "shape_checked", "verify",
 ]  # fmt: skip
 
 if wanted():

@@ -83,8 +83,8 @@ class Batch:
             starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32).to(tokens.device)
         return Batch(tokens, starts, max_query=max(most, 1), uniform=uniform, counts=tuple(counts))
 
-    def pad(self, tokens: int) -> Batch:
-        """The same rows with padding up to `tokens` tokens."""
+    def pad(self, tokens: int, max_query: int | None = None) -> Batch:
+        """The same rows with padding up to `tokens` tokens. With another bound `max_query` the batch is ragged."""
         extra = tokens - self.tokens.shape[0]
         if extra < 0:
             raise ValueError(f"a batch of {self.tokens.shape[0]} tokens does not fit in {tokens}")
@@ -92,10 +92,19 @@ class Batch:
         positions = self.positions
         if positions is not None:
             positions = torch.cat((positions, positions.new_zeros(positions.shape[0], extra)), 1)
-        uniform = self.uniform and extra == 0
+        uniform = self.uniform and extra == 0 and max_query is None
         return unchecked(
             Batch, tokens=padded, query_start=self.query_start, positions=positions,
-            max_query=self.max_query, uniform=uniform, counts=self.counts,
+            max_query=self.max_query if max_query is None else max_query, uniform=uniform, counts=self.counts,
+        )  # fmt: skip
+
+    def idle(self, tokens: int, max_query: int, uniform: bool) -> Batch:
+        """A batch of as many rows and this size whose tokens are all padding: to capture with, not to run."""
+        positions = self.positions
+        return unchecked(
+            Batch, tokens=self.tokens.new_zeros(tokens), query_start=torch.zeros_like(self.query_start),
+            positions=None if positions is None else positions.new_zeros(positions.shape[0], tokens),
+            max_query=max_query, uniform=uniform, counts=(0,) * self.rows,
         )  # fmt: skip
 
 

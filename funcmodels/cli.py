@@ -10,17 +10,16 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 import lowering
 import params as checkpoints
-from lowering import LoweringError, Report
+from lowering import LoweringError, Report, Sheet
 
 from .batch import Batch
 from .drafts import default_draft
@@ -30,6 +29,7 @@ from .loading import directory_of, load, open_checkpoint
 from .model import build
 from .sampling import Sampling
 from .serving import Event, Result
+from .state import State
 
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
 PROMPT = 'def read_lines(path):\n    """Return the lines of a text file, without line ends."""'
@@ -81,9 +81,20 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=0, help="0 (default) is off")
     parser.add_argument("--top-p", type=float, default=1.0, help="1 (default) is off")
     parser.add_argument("--min-p", type=float, default=0.0, help="0 (default) is off")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="1 (default) is off")
+    parser.add_argument("--presence-penalty", type=float, default=0.0, metavar="X", help="0 (default) is off")
+    parser.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X", help="0 (default) is off")
+    parser.add_argument(
+        "--logit-bias", type=_logit_bias, action="append", default=[], metavar="ID=X", help="add X to a token's logit"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: as stored)")
     parser.add_argument("--device", default="cpu")
+
+
+def _logit_bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    return int(token), float(value)
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
@@ -95,14 +106,23 @@ def _add_lower(parser: argparse.ArgumentParser) -> None:
     targets = [name for name, target in lowering.TARGETS.items() if target.refused is None]
     parser.set_defaults(run=_lower)
     parser.add_argument("--model", default="bundled", help="directory, hub id, or 'bundled' (default)")
-    parser.add_argument("--target", required=True, help=", ".join(targets))
+    parser.add_argument(
+        "--target", required=True, action="append", metavar="NAME", help=f"{', '.join(targets)}; twice to compare"
+    )
     parser.add_argument("--rows", type=int, default=1, help="rows of both batches (default 1)")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens a row of the prefill batch (default 128)")
+    parser.add_argument("--tokens", type=int, default=128, help="a row: prefilled, then held in decoding (default 128)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the parameters (default bfloat16)")
+    parser.add_argument(
+        "--recurrent-dtype", choices=DTYPES, default="float32", help="of delta-rule states (default float32)"
+    )
+    parser.add_argument("--html", metavar="FILE", help="write the tables as a page too")
 
 
 def _generate(args: argparse.Namespace) -> int:
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
+    sampling = Sampling(
+        args.temperature, args.top_k, args.top_p, args.min_p, args.seed, args.repetition_penalty, args.presence_penalty,
+        args.frequency_penalty, tuple(args.logit_bias),
+    )  # fmt: skip
     _check_device(args.device)
     prompt = PROMPT if args.prompt is None else args.prompt
     model, params = load(args.model, dtype=DTYPES.get(args.dtype), device=args.device)
@@ -167,7 +187,7 @@ def _inspect(args: argparse.Namespace) -> int:
     console = Console()
     if console.is_terminal:
         title = str(found).split("\n", 1)[0]
-        _print_table(title, ("tensor", "type", "file", "leaf", "part", "note"), found.rows, console)
+        Sheet(title, ("tensor", "type", "file", "leaf", "part", "note"), found.rows).show(console)
         print("\n".join(found.problems))
     else:
         print(found)
@@ -177,35 +197,30 @@ def _inspect(args: argparse.Namespace) -> int:
 def _lower(args: argparse.Namespace) -> int:
     if args.tokens < 1:
         raise ValueError(f"--tokens must be at least 1, found {args.tokens}")
-    dtype = DTYPES[args.dtype]
+    dtypes = {"dtype": DTYPES[args.dtype], "recurrent_dtype": DTYPES[args.recurrent_dtype]}
     model = build(directory_of(args.model))
-    spec = checkpoints.map(lambda leaf: replace(leaf, dtype=leaf.dtype or dtype), model.param_spec())
-    for phase, tokens in (("decode", 1), ("prefill", args.tokens)):
-        state = model.init_state(args.rows, tokens, dtype=dtype)
+    spec = model.param_spec(dtypes["dtype"])
+    targets = list(dict.fromkeys(args.target))
+    names = ", ".join(targets)
+    sheets = []
+    for phase, tokens, held in (("decode", 1, args.tokens), ("prefill", args.tokens, 0)):
+        state = _holding(held, model.init_state(args.rows, held + tokens, **dtypes, device="meta"))
         batch = Batch.from_lists([[0] * tokens] * args.rows, state)
-        report = lowering.explain(model.forward, spec, state, batch, target=args.target)
-        title = f"{phase}, {args.rows} x {tokens} tokens, {args.dtype}, {args.target}"
-        _print_report(title, report, Console())
+        lowered = [lowering.lower(model.forward, spec, state, batch, target=name) for name in targets]
+        title = f"{phase}, {args.rows} x {tokens} tokens, {args.dtype}, {names}, rows that hold {held}"
+        sheets.append(lowering.compared(lowered, title))
+        sheets[-1].show(Console())
+    if args.html is not None:
+        Path(args.html).write_text(lowering.page(f"{args.model} lowered to {names}", sheets), encoding="utf-8")
+        print(f"\nwritten to {args.html}", file=sys.stderr)
     return 0
 
 
+def _holding(tokens: int, state: State) -> State:
+    """A state without values, as it would be when each row holds `tokens`."""
+    lengths = (tokens,) * state.rows
+    return replace(state, host=replace(state.host, lengths=lengths, least=lengths))
+
+
 def _print_report(title: str, report: Report, console: Console) -> None:
-    rows = [
-        (row.op, str(row.count), row.kernel, "; ".join(f"{name}: {reason}" for name, reason in row.refused.items()))
-        for row in sorted(report.rows, key=lambda row: row.op)
-    ]
-    _print_table(title, ("op", "calls", "kernel", "refused before it"), rows, console)
-
-
-def _print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], console: Console) -> None:
-    """A drawn table on a terminal, aligned words elsewhere."""
-    if console.is_terminal:
-        table = Table(*columns, title=title, title_justify="left")
-        for row in rows:
-            table.add_row(*map(escape, row))
-        console.print(table)
-        return
-    lines = [columns, *rows]
-    widths = [max(len(line[at]) for line in lines) for at in range(len(columns))]
-    text = ["  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    print("\n".join(["", title, *text]), file=console.file)
+    replace(report.sheet(), title=title).show(console)

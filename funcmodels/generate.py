@@ -114,6 +114,8 @@ def serve(
         _check(model, index, request)
     if isinstance(draft, str):
         draft = None if draft == "none" else make_draft(model, draft)
+    if draft is not None and (isinstance(draft, type) or not isinstance(draft, Draft)):
+        raise TypeError(f"draft must be 'mtp', 'none' or an object with the functions of fm.Draft, found {draft!r}")
     tokenizer = _tokenizer(model)
     waiting = [
         Row(number, request, None if tokenizer is None else TextStream(tokenizer, request.stop))
@@ -157,6 +159,11 @@ def _check(model: Model, index: int, request: Request) -> None:
         raise ValueError(
             f"prompt {index}: {len(prompt)} tokens and {request.max_new_tokens} new ones do not fit in the "
             f"{room} positions of this model; shorten the prompt or lower max_new_tokens"
+        )
+    biased = [token for token, _ in request.sampling.logit_bias if token >= vocab]
+    if biased:
+        raise ValueError(
+            f"prompt {index}: logit_bias has token ids outside the vocabulary (0..{vocab - 1}): {biased[:10]}"
         )
     if "" in request.stop:
         raise ValueError("a stop string is empty; leave it out")

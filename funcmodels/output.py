@@ -28,6 +28,19 @@ class Output:
     extra: dict[str, Any]
 
 
+def cut(out: Output, tokens: int, logits: LogitsOf) -> Output:
+    """The output of a padded batch with what belongs to its first `tokens` tokens only."""
+    if out.hidden.shape[0] == tokens:
+        return out
+
+    def part(name: str, value: Any) -> Any:
+        # Values of every layer, asked for by the last word of their names, are stacked before the tokens.
+        return map(lambda x: x[:tokens] if "." in name else x[:, :tokens], value)
+
+    extra = {name: part(name, value) for name, value in out.extra.items()}
+    return Output(out.logits[:tokens] if logits == "all" else out.logits, out.hidden[:tokens], extra)
+
+
 class Taps:
     """Collects intermediate values that were asked for: `layers.3` by its name, `router` from every layer, stacked.
 

@@ -1,23 +1,27 @@
 """Sampling: from logits to tokens, as one pure function of logits, settings and counters.
 
-The noise of a draw is a hash of (seed, request, position, token) and of nothing else, so a token does not depend on
-which rows share a batch, in which order, how a batch is padded, or whether a draft proposed it.
+The order is: logit bias, penalties, temperature, top-k, top-p, min-p, draw. The noise of a draw is a hash of (seed,
+request, position, token) and of nothing else, so a token does not depend on which rows share a batch, in which order,
+how a batch is padded, or whether an argmax draft proposed it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from numbers import Real
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from params.tree import static, tree
+from lowering import ops
+from lowering.ops.sampling import exponentials, first_of, mix, scaled_down
+from params.tree import map, static, to, tree
 
-from .token_log import mix
+from .penalties import Bias, Penalties, TokenCounts
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,11 @@ class Sampling:
     `top_k` keeps a token if fewer than k are larger (0: off); `top_p` keeps it if the mass of larger ones is below
     top_p (1: off), so the largest always stays; `min_p` keeps it if its probability is at least min_p times the
     largest (0: off). Equal tokens stay or go together: ties at a threshold are all kept.
+
+    Before temperature, and for greedy rows too, come `logit_bias`, pairs of token and what is added to its logit (-inf
+    forbids it), and the penalties: `repetition_penalty` (1: off) divides positive and multiplies negative logits of
+    tokens in prompt or output, `frequency_penalty` (0: off) is subtracted for each time a token is in the output,
+    `presence_penalty` (0: off) once if it is there. With penalties, `sample` and `verify` need `counts`.
     """
 
     temperature: float = 0.0
@@ -35,28 +44,50 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def penalised(self) -> bool:
+        """Whether tokens that came before matter."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     def __post_init__(self) -> None:
-        def number(name: str) -> bool:
-            return isinstance(getattr(self, name), Real)
-
         wrong = [
             f"{name} must be {wanted}, found {getattr(self, name)!r}"
-            for name, wanted, fits in (
-                (
-                    "temperature",
-                    "0 (greedy) or a positive number",
-                    number("temperature") and 0 <= self.temperature < math.inf,
-                ),
-                ("top_k", "0 (off) or a positive integer", isinstance(self.top_k, int) and 0 <= self.top_k < 2**31),
-                ("top_p", "above 0 and at most 1 (off)", number("top_p") and 0 < self.top_p <= 1),
-                ("min_p", "in 0 (off)..1", number("min_p") and 0 <= self.min_p <= 1),
-                ("seed", "an integer of 64 bits", isinstance(self.seed, int) and -(2**63) <= self.seed < 2**63),
-            )
-            if not fits
+            for name, (wanted, fits) in _RULES.items()
+            if not fits(getattr(self, name))
         ]
         if wrong:
             raise ValueError("Sampling: " + "; ".join(wrong))
+
+
+def _finite(given: Any) -> bool:
+    return isinstance(given, Real) and math.isfinite(given)
+
+
+def _is_bias(given: Any) -> bool:
+    """Whether these are pairs of a token and what its logit can have added."""
+    if not isinstance(given, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in given):
+        return False
+    fits = all(isinstance(token, int) and token >= 0 and isinstance(x, Real) and x < math.inf for token, x in given)
+    return fits and len({token for token, _ in given}) == len(given)
+
+
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "temperature": ("0 (greedy) or a positive number", lambda x: _finite(x) and x >= 0),
+    "top_k": ("0 (off) or a positive integer", lambda x: isinstance(x, int) and 0 <= x < 2**31),
+    "top_p": ("above 0 and at most 1 (off)", lambda x: _finite(x) and 0 < x <= 1),
+    "min_p": ("in 0 (off)..1", lambda x: _finite(x) and 0 <= x <= 1),
+    "seed": ("an integer of 64 bits", lambda x: isinstance(x, int) and -(2**63) <= x < 2**63),
+    "repetition_penalty": ("a positive number (1: off)", lambda x: _finite(x) and x > 0),
+    "presence_penalty": ("a number (0: off)", _finite),
+    "frequency_penalty": ("a number (0: off)", _finite),
+    "logit_bias": ("a tuple of pairs (token, number below inf), each token once", _is_bias),
+}
+"""What each setting has to be, in words and as a test."""
 
 
 @tree
@@ -68,25 +99,82 @@ class RowSampling:
     top_p: Float[Tensor, " rows"]
     min_p: Float[Tensor, " rows"]
     seed: Int[Tensor, " rows"]
+    bias: Bias | None
+    penalties: Penalties | None
     greedy: bool = static()
+    mixed: bool = static()
     largest_k: int = static()
     top_p_on: bool = static()
     top_p_alone: bool = static()
+    min_p_on: bool = static()
 
     @staticmethod
     def of(rows: Sequence[Sampling], device: torch.device | str = "cpu") -> RowSampling:
         """One `Sampling` a row."""
-        settings = [[row.temperature, row.top_p, row.min_p] for row in rows]
-        numbers = torch.tensor(settings, dtype=torch.float32).reshape(-1, 3).to(device)
+        settings = [
+            [x.temperature, x.top_p, x.min_p, x.repetition_penalty, x.presence_penalty, x.frequency_penalty]
+            for x in rows
+        ]
+        numbers = torch.tensor(settings, dtype=torch.float32).reshape(-1, 6).to(device)
         whole = torch.tensor([[row.top_k, row.seed] for row in rows], dtype=torch.int64).reshape(-1, 2).to(device)
-        nucleus = [row for row in rows if row.temperature > 0 and row.top_p < 1]
+        drawn = [row for row in rows if row.temperature > 0]
+        nucleus = [row for row in drawn if row.top_p < 1]
+        bias = Bias.of([row.logit_bias for row in rows])
         return RowSampling(
             temperature=numbers[:, 0], top_k=whole[:, 0], top_p=numbers[:, 1], min_p=numbers[:, 2], seed=whole[:, 1],
-            greedy=all(row.temperature == 0 for row in rows),
-            largest_k=max((row.top_k for row in rows if row.temperature > 0), default=0),
+            bias=bias if bias is None else to(bias, device),
+            penalties=Penalties(*numbers[:, 3:].unbind(1)) if any(row.penalised for row in rows) else None,
+            greedy=not drawn,
+            mixed=0 < len(drawn) < len(rows),
+            largest_k=max((row.top_k for row in drawn), default=0),
             top_p_on=bool(nucleus),
             top_p_alone=any(row.top_k == 0 for row in nucleus),
+            min_p_on=any(row.min_p > 0 for row in drawn),
         )  # fmt: skip
+
+    def filters(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, dict[str, Any]]:
+        """Temperature, top-k, top-p and min-p, those None that no row asks for, and hints: what the ops take.
+
+        Greedy rows take part with a temperature of 1.
+        """
+        return (
+            torch.where(self.temperature > 0, self.temperature, 1),
+            self.top_k if self.largest_k else None,
+            self.top_p if self.top_p_on else None,
+            self.min_p if self.min_p_on else None,
+            {"largest_k": self.largest_k, "p_alone": self.top_p_alone},
+        )
+
+    def repeated(self, times: int) -> RowSampling:
+        """Each row's settings `times` in a row."""
+        return map(lambda x: x.repeat_interleave(times, 0), self)
+
+
+def adjusted(
+    logits: Float[Tensor, "rows window vocab"],
+    sampling: RowSampling,
+    counts: TokenCounts | None,
+    drafts: Int[Tensor, "rows drafts"],
+) -> tuple[Float[Tensor, "rows window vocab"], RowSampling]:
+    """Logits with bias and penalties, each place given the drafts before it; and the settings that are left to do.
+
+    The bias comes first, as in vLLM and transformers: what a repetition penalty scales is the logit with its bias.
+    `ValueError` for penalties without counts of these rows and this vocabulary.
+    """
+    if sampling.bias is None and sampling.penalties is None:
+        return logits, sampling
+    if sampling.bias is not None:
+        logits = sampling.bias.added(logits.float())
+    if sampling.penalties is not None:
+        rows, _, vocab = logits.shape
+        if counts is None or counts.output.shape != (rows, vocab):
+            given = "none" if counts is None else f"those of {list(counts.output.shape)}"
+            raise ValueError(
+                f"sampling asks for penalties, which need counts of [{rows}, {vocab}] tokens, and was given {given}; "
+                "make them with TokenCounts.of(prompts, vocab), and add each round's tokens"
+            )
+        logits = sampling.penalties.applied(logits.float(), counts, drafts)
+    return logits, replace(sampling, bias=None, penalties=None)
 
 
 def sample(
@@ -94,87 +182,110 @@ def sample(
     sampling: Sampling | RowSampling,
     requests: Int[Tensor, " rows"],
     positions: Int[Tensor, " rows"],
+    counts: TokenCounts | None = None,
 ) -> Int[Tensor, " rows"]:
-    """A token for each row of logits, by the row's settings; float32 inside, nothing is read on the host.
+    """A token for each row of logits, by the row's settings; float32 inside or wider, nothing is read from a device.
 
     `positions` are the places in their sequences that the tokens will take; `requests` tell sequences with one seed
-    apart. A logit of -inf forbids its token. A row whose largest logit is NaN or infinite gives -1.
+    apart; `counts` are what penalties go by. A logit of -inf forbids its token. A row whose largest logit is NaN or
+    infinite gives -1.
     """
+    logits, sampling = _adjusted_rows(logits, sampling, counts)
+    if sampling.greedy:
+        tokens = logits.argmax(-1)
+    else:
+        keys = keys_of(sampling.seed, requests, positions)
+        temperature, k, p, min_p, hints = sampling.filters()
+        tokens = ops.draw(logits, keys, temperature, k, p, min_p, **hints)
+        if sampling.mixed:
+            tokens = torch.where(sampling.temperature > 0, tokens, logits.argmax(-1))
+    return torch.where(finite(logits), tokens, -1)
+
+
+def law(
+    logits: Float[Tensor, "rows vocab"], sampling: RowSampling, counts: TokenCounts | None = None
+) -> Float[Tensor, "rows vocab"]:
+    """The probabilities that `sample` draws from. A greedy row has all its mass on one token."""
+    return law_logits(*_adjusted_rows(logits, sampling, counts)).softmax(-1)
+
+
+def _adjusted_rows(
+    logits: Tensor, sampling: Sampling | RowSampling, counts: TokenCounts | None
+) -> tuple[Tensor, RowSampling]:
     if isinstance(sampling, Sampling):
         sampling = RowSampling.of([sampling] * logits.shape[0], logits.device)
-    tokens = logits.argmax(-1)
-    largest = logits.gather(-1, tokens[:, None]).float()
-    if not sampling.greedy:
-        scaled = _scaled(logits, largest, sampling)
-        drawn = _draw(scaled, kept(scaled, sampling), sampling.seed, requests, positions)
-        tokens = torch.where(sampling.temperature > 0, drawn, tokens)
-    return torch.where(largest[:, 0].isfinite(), tokens, -1)
+    none = torch.zeros(logits.shape[0], 0, dtype=torch.int64, device=logits.device)
+    changed, sampling = adjusted(logits[:, None], sampling, counts, none)
+    return changed[:, 0], sampling
 
 
-def law(logits: Float[Tensor, "rows vocab"], sampling: RowSampling) -> Float[Tensor, "rows vocab"]:
-    """The probabilities that `sample` draws from. A greedy row has all its mass on one token."""
-    greedy = logits.argmax(-1)
-    scaled = _scaled(logits, logits.gather(-1, greedy[:, None]).float(), sampling)
-    drawn = torch.where(kept(scaled, sampling), scaled, -torch.inf).softmax(-1)
-    certain = torch.zeros_like(drawn).scatter(-1, greedy[:, None], 1)
-    return torch.where(sampling.temperature[:, None] > 0, drawn, certain)
+def finite(logits: Float[Tensor, "rows vocab"]) -> Bool[Tensor, " rows"]:
+    """Whether a row's largest logit is a finite number."""
+    return logits.amax(-1).isfinite()
 
 
-def _scaled(logits: Tensor, largest: Tensor, sampling: RowSampling) -> Float[Tensor, "rows vocab"]:
-    """Logits below the largest, over temperature: at most 0, so that no temperature overflows."""
-    temperature = torch.where(sampling.temperature > 0, sampling.temperature, 1)
-    return (logits.float() - largest) / temperature[:, None]
+def law_logits(logits: Float[Tensor, "rows vocab"], sampling: RowSampling) -> Float[Tensor, "rows vocab"]:
+    """Logits whose softmax is the law: the largest is 0, filtered tokens have -inf, as have all but one when greedy.
 
-
-def kept(scaled: Float[Tensor, "rows vocab"], sampling: RowSampling) -> Bool[Tensor, "rows vocab"]:
-    """The tokens that the filters leave, from logits divided by temperature with the largest at 0."""
-    keep = scaled >= sampling.min_p.log()[:, None]
-    top = scaled[:, :0]
-    if sampling.largest_k:
-        top = scaled.topk(min(sampling.largest_k, scaled.shape[1])).values
-        at = sampling.top_k.clamp(1, top.shape[1])[:, None] - 1
-        least = torch.where(sampling.top_k[:, None] > 0, top.gather(-1, at), -torch.inf)
-        keep, scaled, top = keep & (scaled >= least), *(x.masked_fill(x < least, -torch.inf) for x in (scaled, top))
-    if sampling.top_p_on:
-        weights = scaled.exp()
-        limit = torch.where(sampling.top_p < 1, sampling.top_p * weights.sum(-1), torch.inf)
-        # With top-k in every row, what decides is among the top: tokens below it have no mass.
-        keep = keep & (weights >= _smallest_kept(weights if sampling.top_p_alone else top.exp(), limit)[:, None])
-    return keep
-
-
-def _smallest_kept(weights: Float[Tensor, "rows choices"], limit: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-    """The least value, in 0..1, whose larger weights sum to less than `limit`.
-
-    Non-negative floats order as their bit patterns do, so 30 halvings of the patterns find it without a sort: the
-    loop counts the patterns that are too small, from the highest bit down.
+    Bias and penalties must have been applied.
     """
-    count = torch.zeros_like(limit, dtype=torch.int32)
-    for bit in range(29, -1, -1):
-        trial = count + (1 << bit)
-        larger = torch.where(weights > (trial - 1).view(torch.float32)[:, None], weights, 0).sum(-1)
-        count = torch.where(larger < limit, count, trial)
-    return count.view(torch.float32)
+    temperature, k, p, min_p, hints = sampling.filters()
+    scaled = scaled_down(logits.float(), temperature)
+    keep = scaled >= -torch.inf
+    if k is not None or p is not None:
+        keep = ops.keep_top(scaled, k, p, **hints)
+    if min_p is not None:
+        keep = keep & (scaled >= min_p.log()[:, None])
+    if sampling.greedy or sampling.mixed:
+        is_best = torch.arange(logits.shape[1], device=logits.device) == logits.argmax(-1, keepdim=True)
+        keep = torch.where(sampling.temperature[:, None] > 0, keep, is_best)
+    return torch.where(keep, scaled, -torch.inf)
 
 
-def _draw(
-    scaled: Float[Tensor, "rows vocab"],
-    keep: Bool[Tensor, "rows vocab"],
-    seeds: Int[Tensor, " rows"],
-    requests: Int[Tensor, " rows"],
-    positions: Int[Tensor, " rows"],
-) -> Int[Tensor, " rows"]:
-    """The winner of an exponential race: token v arrives at noise / weight, so it is first by its share of weight."""
-    arrival = noise(seeds, requests, positions, scaled.shape[1]) / scaled.exp()
-    return torch.where(keep, arrival, torch.inf).argmin(-1)
+DRAFT, COIN = -1, -2
+"""Streams of noise beside that of `sample`. Counters of tokens start at 0, so theirs are never met by a token's."""
+
+
+def keys_of(seeds: Tensor, requests: Tensor, positions: Tensor, stream: int | None = None) -> Tensor:
+    """What the noise of a place is keyed by, in the stream of `sample` or in another; the counters broadcast."""
+    keys = mix(mix(seeds, requests), positions)
+    return keys if stream is None else mix(keys, torch.full_like(keys, stream))
 
 
 def noise(
     seeds: Int[Tensor, " rows"], requests: Int[Tensor, " rows"], positions: Int[Tensor, " rows"], vocab: int
 ) -> Float[Tensor, "rows vocab"]:
-    """Independent standard exponential numbers, one for each (seed, request, position, token); positive and finite."""
-    keys = mix(mix(seeds, requests), positions)
-    bits = mix(keys[:, None], torch.arange(vocab, device=keys.device))
-    # 40 bits, half a step in: never 0, and fine steps near 0, where races are won. The largest would round to 1.
-    uniform = ((((bits >> 24) & 0xFF_FFFF_FFFF).float() + 0.5) * 2**-40).clamp(max=1 - 2**-24)
-    return -torch.log1p(-uniform)
+    """What `sample` draws with: the standard exponential number of each (seed, request, position, token)."""
+    keys = keys_of(seeds, requests, positions)
+    return exponentials(keys[:, None], torch.arange(vocab, device=keys.device))
+
+
+def coins(
+    seeds: Int[Tensor, " rows"], requests: Int[Tensor, " rows"], positions: Int[Tensor, "rows drafts"]
+) -> Float[Tensor, "rows drafts"]:
+    """Independent uniform numbers in [0, 1), one for each (seed, request, position)."""
+    bits = keys_of(seeds[:, None], requests[:, None], positions, COIN)
+    return ((bits >> 40) & 0xFF_FFFF).float() * 2**-24  # 24 bits are exact in float32: none rounds to 1
+
+
+@tree
+class DraftNoise:
+    """What sampled drafts are drawn with: settings and request of each row, those that `verify` is given.
+
+    The noise is a hash of (seed, request, position, token) as in `sample`, in a stream of its own.
+    """
+
+    sampling: RowSampling
+    requests: Int[Tensor, " rows"]
+
+    def draw(
+        self, logits: Float[Tensor, "rows vocab"], positions: Int[Tensor, " rows"]
+    ) -> tuple[Int[Tensor, " rows"], Float[Tensor, "rows vocab"]]:
+        """A token a row for the places `positions`, and logits whose softmax is the law it was drawn from.
+
+        That law has the row's temperature, filters and bias, not its penalties. A greedy row's is all on one token.
+        """
+        changed, settings = _adjusted_rows(logits, replace(self.sampling, penalties=None), None)
+        kept_logits = law_logits(changed, settings)
+        keys = keys_of(settings.seed, self.requests, positions, DRAFT)
+        return first_of(kept_logits, kept_logits > -torch.inf, keys), kept_logits

@@ -19,6 +19,7 @@ from torch import Tensor
 from .batch import Batch
 from .model import Model, at_least_one
 from .output import Output
+from .penalties import TokenCounts
 from .rows import release, select
 from .sampling import RowSampling, Sampling, sample
 from .speculative import Carry, Draft, verify
@@ -180,6 +181,7 @@ def rounds(model: Model, params: Any, requests: Sequence[Row], setup: Setup) -> 
     run = _begun(model, params, len(table), requests, setup)
     while table:
         keys = Keys.of(table, device)
+        run.recount(table)
         while not any(row.reason is not None for row in table):
             offers = run.round(table, keys)
             yield from (row.take(offer) for row, offer in zip(table, offers, strict=True) if offer)
@@ -238,6 +240,8 @@ class Plain:
     params: Any
     state: State
     chunk: int
+    counts: TokenCounts | None = field(default=None, init=False)
+    """Of the rows' tokens, where any row asks for penalties."""
 
     @torch.no_grad()
     def round(self, table: Sequence[Row], keys: Keys) -> list[list[int]]:
@@ -246,7 +250,24 @@ class Plain:
             if row.through:
                 row.count_round()
         inputs = [row.tokens[-1:] if row.through else row.feed(self.chunk) for row in table]
-        return self._forward(inputs, table, keys)[-1]
+        offers = self._forward(inputs, table, keys)[-1]
+        self.count(offers)
+        return offers
+
+    def recount(self, table: Sequence[Row]) -> None:
+        """Count the tokens of the rows in `table` from their start, if any of them asks for penalties."""
+        self.counts = None
+        if any(row.request.sampling.penalised for row in table):
+            vocab, device = self.model.config.vocab_size, self.state.lengths.device
+            self.counts = TokenCounts.of([row.request.prompt for row in table], vocab, device)
+            self.count([row.tokens for row in table])
+
+    def count(self, new: Sequence[Sequence[int]]) -> None:
+        """Count each row's new tokens."""
+        if self.counts is not None:
+            most = max(map(len, new))
+            filled = torch.tensor([[*row, *[-1] * (most - len(row))] for row in new], dtype=torch.int64)
+            self.counts = self.counts.add(filled.to(self.counts.output.device))
 
     def _forward(
         self, inputs: Sequence[Sequence[int]], table: Sequence[Row], keys: Keys
@@ -257,7 +278,7 @@ class Plain:
         ready = [row.through and len(new) > 0 for row, new in zip(table, inputs, strict=True)]
         if not any(ready):
             return batch, out, [[] for _ in table]
-        drawn = sample(out.logits, keys.sampling, keys.numbers, self.state.lengths).tolist()
+        drawn = sample(out.logits, keys.sampling, keys.numbers, self.state.lengths, self.counts).tolist()
         offers = [[token] if wanted else [] for token, wanted in zip(drawn, ready, strict=True)]
         _check_finite(table, offers)
         return batch, out, offers
@@ -293,6 +314,7 @@ class Drafted(Plain):
         if not all(through):
             first = self._prefilled(table, keys)
             offers = [new or old for new, old in zip(first, offers, strict=True)]
+        self.count(offers)
         return offers
 
     def _prefilled(self, table: Sequence[Row], keys: Keys) -> list[list[int]]:
@@ -312,7 +334,7 @@ class Drafted(Plain):
         proposal, self.drafted = self.draft.propose(self.params, self.drafted, self.carry, self.steps)
         window = proposal.batch(self.state)
         out, pending = self.model.forward(self.params, self.state, window, keep_steps=True)
-        verdict = verify(out, proposal, keys.sampling, keys.numbers)
+        verdict = verify(out, proposal, keys.sampling, keys.numbers, self.counts)
         read = torch.cat((verdict.tokens, verdict.accepted[:, None]), 1).tolist()
         offers = [row[: row[-1]] if live else [] for row, live in zip(read, through, strict=True)]
         _check_finite(table, offers)

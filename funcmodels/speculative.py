@@ -7,8 +7,8 @@
     state = commit(pending, verdict.accepted)
     dstate, carry = draft.extend(params, dstate, out, window, verdict.tokens, carry)
 
-The law of the tokens is that of plain sampling, whatever the draft: every token is drawn by the model's own sampler,
-and a draft only decides how many draws of one forward are of use.
+The law of the tokens is that of plain sampling, whatever the draft. A draft that comes without the law it was drawn
+from is compared with what the model's own sampler draws; one that brings its law is accepted by rejection sampling.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lowering.host import tracing
+from lowering.ops.sampling import first_of
 from params.tree import map, tree
 
 from .batch import Batch
 from .output import Output
-from .sampling import RowSampling, Sampling, sample
+from .penalties import TokenCounts
+from .sampling import RowSampling, Sampling, adjusted, coins, finite, keys_of, law, sample
 from .state import State
 
 
@@ -45,15 +49,21 @@ class Carry:
 
 @tree
 class Proposal:
-    """A window a row: `root`, its newest token, and the drafts after it. `start` is the place that the root takes."""
+    """A window a row: `root`, its newest token, and the drafts after it. `start` is the place that the root takes.
+
+    The softmax of `logits` is the law that each draft was drawn from; None says that nothing was drawn, as of argmax
+    drafts.
+    """
 
     root: Int[Tensor, " rows"]
     tokens: Int[Tensor, "rows drafts"]
     start: Int[Tensor, " rows"]
+    logits: Float[Tensor, "rows drafts vocab"] | None = None
 
     def batch(self, state: State) -> Batch:
         """The windows as the batch to verify. Raises as `Batch.from_tokens` does."""
-        window = torch.cat((self.root[:, None], self.tokens), 1)
+        # An id that is no token is run as one that is, and never equals what is drawn.
+        window = torch.cat((self.root[:, None], self.tokens.clamp(0, state.vocab - 1)), 1)
         return Batch.from_tokens(window.flatten(), [window.shape[1]] * window.shape[0], state)
 
 
@@ -70,13 +80,17 @@ def verify(
     proposal: Proposal,
     sampling: Sampling | RowSampling = Sampling(),
     requests: Int[Tensor, " rows"] | None = None,
+    counts: TokenCounts | None = None,
 ) -> Verdict:
-    """Draw a token after each token of the windows; drafts count while they equal what was drawn before them.
+    """Say how many drafts of each window count, and draw the token after them.
 
-    `out` is the forward of `proposal.batch(state)` with logits of all tokens. The draw after an accepted draft is
-    independent of the comparison that accepted it, so each token has the law of `sample`: an argmax draft x is
-    accepted with probability p(x). `requests` number the rows for the sampler's noise (0, 1, ... by default). A row
-    with logits that are no numbers ends in a -1 that `accepted` counts.
+    `out` is the forward of `proposal.batch(state)` with logits of all tokens. Each emitted token has the law p of
+    `sample`, given the tokens before it: in a window too, penalties count the drafts before a place, on top of
+    `counts`, which hold the root. Without `proposal.logits` a token is drawn after each of the window's, and drafts
+    count while they equal it: a draft x is accepted with probability p(x). With them, a draft that was drawn from q is
+    accepted with probability min(1, p(x) / q(x)), and a rejected one replaced by a draw from what p has more than q
+    (Leviathan et al. 2023): sum(min(p, q)) in all. `requests` number the rows for the noise (0, 1, ... by default). A
+    row with logits that are no numbers ends in a -1 that `accepted` counts.
     """
     rows, steps = proposal.tokens.shape
     width = steps + 1
@@ -95,13 +109,68 @@ def verify(
             f"verify: {rows} windows, settings of {sampling.seed.shape[0]} rows and {requests.shape[0]} requests; give "
             "one of each a window"
         )
-    places = torch.arange(width, device=device)
+    windows = out.logits.unflatten(0, (rows, width))
+    windows, sampling = adjusted(windows, sampling, counts, proposal.tokens)
+    if proposal.logits is None:
+        return _compared(windows, proposal, sampling, requests)
+    if proposal.logits.shape != (rows, steps, windows.shape[2]):
+        raise ValueError(
+            f"verify: logits of {list(proposal.logits.shape)} for drafts of [{rows}, {steps}] over "
+            f"{windows.shape[2]} tokens; keep those that each draft was drawn from"
+        )
+    return _rejected(windows, proposal, proposal.logits, sampling, requests)
+
+
+def _compared(
+    windows: Float[Tensor, "rows window vocab"], proposal: Proposal, sampling: RowSampling, requests: Tensor
+) -> Verdict:
+    """The verdict on drafts that were not drawn: the draw after an accepted one is independent of the comparison."""
+    rows, width, _ = windows.shape
+    places = torch.arange(width, device=windows.device)
     positions = (proposal.start[:, None] + 1 + places).flatten()
-    each = map(lambda x: x.repeat_interleave(width), sampling)
-    drawn = sample(out.logits, each, requests.repeat_interleave(width), positions).view(rows, width)
+    each = sampling.repeated(width)
+    drawn = sample(windows.flatten(0, 1), each, requests.repeat_interleave(width), positions).view(rows, width)
     equal = (drawn[:, :-1] == proposal.tokens).to(torch.int32)
     accepted = 1 + equal.cumprod(1).sum(1)
     return Verdict(torch.where(places < accepted[:, None], drawn, -1), accepted)
+
+
+def _rejected(
+    windows: Float[Tensor, "rows window vocab"],
+    proposal: Proposal,
+    draft_logits: Float[Tensor, "rows drafts vocab"],
+    sampling: RowSampling,
+    requests: Tensor,
+) -> Verdict:
+    """The verdict on drafts drawn from a law of their own: by a coin each, with noise apart from the draft's."""
+    rows, width, vocab = windows.shape
+    p = law(windows.flatten(0, 1), sampling.repeated(width)).view(rows, width, vocab)
+    q = draft_logits.float().softmax(-1)
+    sane = finite(windows.flatten(0, 1)).view(rows, width)
+    places = torch.arange(width, device=windows.device)
+    drafts = proposal.tokens.long()
+    wanted, given = (x.gather(2, drafts[..., None])[..., 0] for x in (p[:, :-1], q))
+    coin = coins(sampling.seed, requests, proposal.start[:, None] + 1 + places[:-1])
+    # A draft that q cannot give was not drawn from it, and no number in p or q accepts nothing.
+    fits = (given > 0) & (coin * given < wanted) & sane[:, :-1]
+    accepted = 1 + fits.to(torch.int32).cumprod(1).sum(1)
+    last = accepted[:, None] - 1
+    # After the last draft nothing was rejected: there the law is held against zeros.
+    more, less = (x.gather(1, last[..., None].expand(-1, 1, vocab))[:, 0] for x in (p, F.pad(q, (0, 0, 0, 1))))
+    drawn = _from_the_rest(more, less, keys_of(sampling.seed, requests, proposal.start + accepted))
+    drawn = torch.where(sane.gather(1, last)[:, 0], drawn, -1)
+    tokens = torch.where(places < last, F.pad(drafts, (0, 1)), drawn[:, None])
+    return Verdict(torch.where(places <= last, tokens, -1), accepted)
+
+
+def _from_the_rest(
+    p: Float[Tensor, "rows vocab"], q: Float[Tensor, "rows vocab"], keys: Int[Tensor, " rows"]
+) -> Int[Tensor, " rows"]:
+    """A draw from what p has more than q; from p where that is nothing, as when p is q up to rounding."""
+    rest = torch.where(p > q, p - q, 0)
+    some = rest.sum(-1, keepdim=True) > 0
+    weights = torch.where(some, rest, p)
+    return first_of(weights.log(), weights > 0, keys)
 
 
 def kept_tokens(batch: Batch, next_tokens: Int[Tensor, "*lead"]) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " rows"]]:
@@ -115,9 +184,19 @@ def kept_tokens(batch: Batch, next_tokens: Int[Tensor, "*lead"]) -> tuple[Int[Te
     tokens = batch.tokens
     if following.shape != tokens.shape:
         raise ValueError(f"extend: {following.shape[0]} next tokens for {tokens.shape[0]} tokens; give one for each")
+    starts = _starts(batch, following.device)
     counted = torch.cat((following.new_zeros(1), (following >= 0).cumsum(0)))
-    kept = counted[_starts(batch, following.device)].diff().to(torch.int32)
+    kept = counted[starts].diff().to(torch.int32)
+    if not tracing() and following.device.type == "cpu":
+        _check_order(following, starts, kept)
     return following.clamp(min=0).to(tokens), kept
+
+
+def _check_order(following: Tensor, starts: Tensor, kept: Tensor) -> None:
+    """`ValueError` for a row in which a token follows a -1."""
+    for row, (start, count) in enumerate(zip(starts.tolist(), kept.tolist(), strict=False)):
+        if (following[start : start + count] < 0).any():
+            raise ValueError(f"extend: row {row} has a next token after a -1; the places that count come first")
 
 
 def _starts(batch: Batch, device: torch.device) -> Int[Tensor, " ends"]:

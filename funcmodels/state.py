@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -18,8 +18,9 @@ import torch.utils._pytree as pytree
 from jaxtyping import Int
 from torch import Tensor
 
+from lowering import HostSide, host_side
 from lowering.host import HostLengths, tracing
-from params.tree import dotted, leaves, num_bytes, off_tree, size, static, tree
+from params.tree import dotted, leaves, num_bytes, off_tree, size, static, tree, unchecked
 
 from .errors import StaleStateError, StateError
 from .pages import Lease, PagePool
@@ -46,6 +47,16 @@ Entry = Appended | Recurrent
 
 
 @dataclass
+class Buffers:
+    """Stands for the tensors, pools aside, that versions of a state have in common; `used` says why they hold no more.
+
+    A version whose lengths and recurrent entries are all its own has one of its own.
+    """
+
+    used: str | None = None
+
+
+@dataclass
 class Host:
     """What the host knows of one version of a state: rows hold at least `least` and at most `lengths` tokens.
 
@@ -59,6 +70,7 @@ class Host:
     least: tuple[int, ...]
     pending: tuple[int, ...] | None = None
     used: str | None = None
+    buffers: Buffers = field(default_factory=Buffers)
 
     @property
     def exact(self) -> bool:
@@ -85,11 +97,23 @@ class State:
         """Capacity: number of rows, empty ones included."""
         return self.lengths.shape[0]
 
+    def mark_used(self, how: str) -> None:
+        """Let nobody use this value again, nor one that shares its lengths or recurrent entries: it was `how`."""
+        self.host.buffers.used = how
+
+    def without_host(self) -> State:
+        """The tensors alone, holding no pages; of no use until `replace(..., host=...)` gives it a host."""
+        return unchecked(State, **vars(self) | {"host": None})
+
+    def pools(self) -> list[Tensor]:
+        """The pools of the appended entries: all versions of a state share these tensors."""
+        return [pool for entry in self.layers if isinstance(entry, Appended) for pool in leaves(entry)]
+
     def __repr__(self) -> str:
         kinds = [type(entry).__name__ for entry in self.layers]
         shown = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
         bound = "=" if self.host.exact else "<="
-        status = self.host.used or ("pending" if self.pending is not None else None)
+        status = self.host.used or self.host.buffers.used or ("pending" if self.pending is not None else None)
         tail = f", {status}" if status else ""
         return (
             f"State(rows={self.rows}, lengths{bound}{list(self.host.lengths)}, max_len={self.max_len}, "
@@ -146,13 +170,19 @@ def page_table(leases: Sequence[Lease], max_pages: int, device: torch.device) ->
 
 def check_usable(state: State) -> None:
     """`StateError` for a state that was donated, released, or is pending."""
-    if state.host.used is not None:
-        raise StateError(f"this state was {state.host.used} and cannot be used again; use the state that replaced it")
+    check_unused(state)
     for row, lease in enumerate(state.host.leases):
         if lease.ended:
             raise StateError(f"row {row} of this state was released; use the state that replaced it")
     if state.pending is not None:
         raise StateError("this state is pending after keep_steps=True; call commit(state, accepted) first")
+
+
+def check_unused(state: State) -> None:
+    """`StateError` for a state that was donated or released."""
+    how = state.host.used or state.host.buffers.used
+    if how is not None:
+        raise StateError(f"this state was {how} and cannot be used again; use the state that replaced it")
 
 
 def check_fresh(state: State) -> None:
@@ -180,7 +210,9 @@ def host_lengths(state: State, counts: Sequence[int]) -> HostLengths:
     """What kernels may know on the host: each row's length with its new tokens, and its pages."""
     host = state.host
     lengths = _sum(host.lengths, counts)
-    return HostLengths(tuple(counts), lengths, tuple(lease.pages for lease in host.leases), host.exact)
+    held = sum(-(-length // state.page_size) for length in lengths)
+    fits = held <= host.leases[0].pool.pages
+    return HostLengths(tuple(counts), lengths, tuple(lease.pages for lease in host.leases), host.exact, fits)
 
 
 def grown(
@@ -192,10 +224,21 @@ def grown(
     keep: bool,
 ) -> State:
     """The state after a forward: `counts` more tokens a row, pending when steps were kept."""
-    bounds = {"lengths": _sum(state.host.lengths, host_counts), "least": _sum(state.host.least, host_counts)}
-    host = replace(state.host, **bounds, pending=tuple(host_counts) if keep else None)
+    host = grown_host(state.host, host_counts, keep)
     pending = counts if keep else None
     return replace(state, lengths=state.lengths + counts, layers=layers, pending=pending, log=log, host=host)
+
+
+def grown_host(host: Host, counts: Sequence[int], keep: bool) -> Host:
+    """The host's part of `grown`. A state that becomes pending still holds the recurrent entries of the one before."""
+    pending, buffers = (tuple(counts), host.buffers) if keep else (None, Buffers())
+    lengths, least = _sum(host.lengths, counts), _sum(host.least, counts)
+    return replace(host, lengths=lengths, least=least, pending=pending, buffers=buffers)
+
+
+def replayed(host: Host) -> Host:
+    """`host` of a state that a replay made: what was donated to it is now its own."""
+    return replace(host, buffers=Buffers()) if host.buffers.used else host
 
 
 def rewound(state: State, before: State) -> State:
@@ -209,39 +252,56 @@ def _sum(counts: Sequence[int], more: Sequence[int]) -> tuple[int, ...]:
     return tuple(count + extra for count, extra in zip(counts, more, strict=True))
 
 
+def _commit_on_host(
+    fit: Callable[[Any], Any], state: State, accepted: Int[Tensor, " rows"] | Sequence[int]
+) -> HostSide:
+    """What the host does where a captured `commit` replays."""
+    accepted, host = _counted(state, accepted)
+    return HostSide({"accepted": accepted}, lambda committed: replace(committed, host=host))
+
+
+@host_side(_commit_on_host)
 def commit(state: State, accepted: Int[Tensor, " rows"] | Sequence[int]) -> State:
     """End a pending state: of each row's newest tokens the first `accepted` count, the rest are dropped.
 
     Raises `StateError` when nothing is pending, `ValueError` for a count below zero or above what was offered (read
     on the host only where that needs no device sync).
     """
+    accepted, host = _counted(state, accepted)
+    assert state.pending is not None
+    lengths = state.lengths - state.pending + accepted
+    layers = tuple(entry.after(accepted) if isinstance(entry, Recurrent) else entry for entry in state.layers)
+    log = state.log if state.log is None else state.log.after(accepted)
+    return replace(state, lengths=lengths, layers=layers, pending=None, log=log, host=host)
+
+
+def _counted(state: State, accepted: Tensor | Sequence[int]) -> tuple[Tensor, Host]:
+    """The accepted counts, checked, as `commit` computes with them; and the host's part of the state after it."""
+    check_unused(state)
     pending = state.pending
     if pending is None or state.host.pending is None:
         raise StateError("commit: nothing is pending; only a state from forward(..., keep_steps=True) can be committed")
-    known = _known(accepted)
+    counts = known(accepted)
     if not isinstance(accepted, Tensor):
         accepted = torch.tensor([operator.index(count) for count in accepted], dtype=torch.int32)
     if accepted.is_floating_point() or accepted.dtype == torch.bool:
         raise TypeError(f"commit: accepted must be integers, found {accepted.dtype}")
     if accepted.shape != pending.shape:
         raise ValueError(f"commit: accepted has shape {list(accepted.shape)}, expected one count a row, [{state.rows}]")
-    accepted = accepted.to(device=pending.device, dtype=pending.dtype)
-    host = _committed(state.host, known)
-    lengths = state.lengths - pending + accepted
-    layers = tuple(entry.after(accepted) if isinstance(entry, Recurrent) else entry for entry in state.layers)
-    log = state.log if state.log is None else state.log.after(accepted)
-    return replace(state, lengths=lengths, layers=layers, pending=None, log=log, host=host)
+    return accepted.to(device=pending.device, dtype=pending.dtype), committed_host(state.host, counts)
 
 
-def _known(values: Tensor | Sequence[int]) -> list[int] | None:
+def known(values: Tensor | Sequence[int]) -> list[int] | None:
     """Values as a list where reading them costs no device sync, else None."""
     if not isinstance(values, Tensor):
         return list(values)
     return None if tracing() or values.device.type != "cpu" else values.tolist()
 
 
-def _committed(host: Host, accepted: list[int] | None) -> Host:
+def committed_host(host: Host, accepted: list[int] | None) -> Host:
+    """The host's part of `commit`. `ValueError` for a count below zero or above what was offered."""
     offered = host.pending or ()
+    host = replace(host, buffers=Buffers())
     if accepted is None:
         return replace(host, pending=None, least=_sum(host.least, [-most for most in offered]))
     for row, (count, most) in enumerate(zip(accepted, offered, strict=True)):

@@ -16,12 +16,13 @@ from torch._C._functorch import TransformType, get_interpreter_stack, is_functor
 
 from lowering.host import HostLengths
 from lowering.ops.ragged import row_of_token
+from lowering.ops.sampling import mix
 
 from .batch import Batch, check_room
 from .errors import StateError
 from .rows import reserve
 from .state import Entry, Recurrent, State, check_fresh, check_usable, grown, host_lengths
-from .token_log import TokenLog, mix, written
+from .token_log import TokenLog, written
 
 E = TypeVar("E", bound=Entry)
 
@@ -69,23 +70,15 @@ class Step:
 
 def begin(state: State | None, batch: Batch, keep_steps: bool = False) -> Step:
     """Check the call, reserve pages, and lay out the rows."""
+    check_layout(batch)
     tokens = batch.tokens.shape[0]
-    if tokens == 0:
-        raise ValueError("the batch has no tokens: every row idles; skip the call, or pad the batch")
-    _check_layout(batch, tokens)
     row = _rows_of(batch)
     if state is None:
         if keep_steps:
             raise StateError("keep_steps=True needs a state to commit; pass one, or leave keep_steps out")
         offset = torch.arange(tokens, device=row.device) - batch.query_start[row.clamp(max=batch.rows - 1)]
         return Step(batch.query_start, offset, row, batch.max_query, batch.uniform, False)
-    counts = _checked_counts(state, batch, keep_steps)
-    if not (batch.counts or batch.uniform):
-        # Rows may get fewer than `counts`, down to none: lowered by as much now, `least` stays after they are added.
-        least = tuple(length - count for length, count in zip(state.host.least, counts, strict=True))
-        state = replace(state, host=replace(state.host, least=least))
-    check_fresh(state)
-    state = reserve(state, counts)
+    state, counts = ready(state, batch, keep_steps)
     new = batch.query_start.diff()
     first = torch.cat((state.lengths, state.lengths.new_zeros(1)))
     start = batch.query_start
@@ -98,6 +91,17 @@ def begin(state: State | None, batch: Batch, keep_steps: bool = False) -> Step:
         start, positions, row, batch.max_query, batch.uniform, keep_steps, state.lengths + new, state.page_table,
         slots, host_lengths(state, counts), log, state, counts,
     )  # fmt: skip
+
+
+def ready(state: State, batch: Batch, keep_steps: bool) -> tuple[State, tuple[int, ...]]:
+    """What the host does before a forward: check, and reserve pages. The state with them, and each row's new tokens."""
+    counts = _checked_counts(state, batch, keep_steps)
+    if not (batch.counts or batch.uniform):
+        # Rows may get fewer than `counts`, down to none: lowered by as much now, `least` stays after they are added.
+        least = tuple(length - count for length, count in zip(state.host.least, counts, strict=True))
+        state = replace(state, host=replace(state.host, least=least))
+    check_fresh(state)
+    return reserve(state, counts), counts
 
 
 def finish(step: Step, layers: Sequence[Entry | None]) -> State | None:
@@ -124,8 +128,11 @@ def _rows_of(batch: Batch) -> Tensor:
     return row_of_token(batch.query_start, tokens)
 
 
-def _check_layout(batch: Batch, tokens: int) -> None:
-    """`ValueError` for static hints that the batch's shapes contradict."""
+def check_layout(batch: Batch) -> None:
+    """`ValueError` for a batch without tokens, or static hints that its shapes contradict."""
+    tokens = batch.tokens.shape[0]
+    if tokens == 0:
+        raise ValueError("the batch has no tokens: every row idles; skip the call, or pad the batch")
     if batch.uniform and batch.rows * batch.max_query != tokens:
         raise ValueError(
             f"the batch says uniform, {batch.rows} rows of {batch.max_query} tokens, and holds {tokens} tokens; "

@@ -30,14 +30,6 @@ class TokenLog:
         return TokenLog(self.token, self.prefix, self.steps.gather(1, accepted.long()[:, None])[:, 0])
 
 
-def mix(tokens: Tensor, positions: Tensor) -> Tensor:
-    """A 64-bit hash of (token, position): the finaliser of the SplitMix64 generator."""
-    x = tokens.long() * -7046029254386353131 + positions.long() * -4417276706812531889 + 1
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
 def written(
     log: TokenLog, hashes: Tensor, slots: Tensor, row: Tensor, query_start: Tensor, kept: int | None
 ) -> TokenLog:

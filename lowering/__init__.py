@@ -1,21 +1,31 @@
 """Ops with a reference body, kernels for targets, and the choice between them, explained.
 
-`lowering` knows no model. `ops/` holds one file an op family; `torch/` faster Torch kernels for the same ops.
+`lowering` knows no model. `ops/` holds one file an op family; `torch/` faster Torch kernels for the same ops, `npu/`
+those of torch_npu's fused operators.
 """
 
-from . import ops
+# Kernels are tried in the order registered: a fused operator before anything made of Torch's own.
+from . import npu as npu_kernels
+from . import ops, policy
 from . import torch as torch_kernels
-from .errors import LoweringError
+from .check import Comparison, compare
+from .errors import CaptureError, LoweringError, RecaptureWarning
+from .html import page
+from .jitted import HostSide, Jitted, host_side, jit
 from .op import Choice, Kernel, Op, op
-from .policy import MODE, Policy, check, use
+from .policy import MODE, Policy, use
 from .registry import OPS, find, table
 from .report import Report, Row, explain, record
+from .sheet import Sheet
+from .stages import Lowered, compared, lower
 from .target import TARGETS, Target
 from .weights import prepare
 
-check(MODE.get().policy)  # A mistake in the environment variable is an error at import.
+policy.check(MODE.get().policy)  # A mistake in the environment variable is an error at import.
 
 __all__ = [
-    "OPS", "TARGETS", "Choice", "Kernel", "LoweringError", "Op", "Policy", "Report", "Row", "Target", "explain",
-    "find", "op", "ops", "prepare", "record", "table", "torch_kernels", "use",
+    "OPS", "TARGETS", "CaptureError", "Choice", "Comparison", "HostSide", "Jitted", "Kernel", "Lowered",
+    "LoweringError", "Op", "Policy", "RecaptureWarning", "Report", "Row", "Sheet", "Target", "compare", "compared",
+    "explain", "find", "host_side", "jit", "lower", "npu_kernels", "op", "ops", "page", "prepare", "record", "table",
+    "torch_kernels", "use",
 ]  # fmt: skip

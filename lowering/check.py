@@ -76,7 +76,9 @@ class Checked:
             groups.setdefault((outcome.op, outcome.kernel), []).append(outcome)
         rows = [_summary(op, kernel, found) for (op, kernel), found in groups.items()]
         marked = [index for index, found in enumerate(groups.values()) if not all(outcome.ok for outcome in found)]
-        title = f"kernels of {self.environment['target']} on {self.environment['device']}"
+        device, target = self.environment["device"], targets.named(self.environment["target"])
+        through = "" if device.startswith(target.device) else ", through CPU references of its operators"
+        title = f"kernels of {target} on {device}{through}"
         broken = sum(not outcome.ok for outcome in self.outcomes)
         notes = [f"{broken} of {len(self.outcomes)} cases failed" if broken else f"all {len(self.outcomes)} cases hold"]
         columns = ("op", "kernel", "ran", "refused", "largest error", "bound there", "fastest", "slowest", "remarks")

@@ -3,3 +3,11 @@
 
 class LoweringError(RuntimeError):
     """An op call that no allowed kernel takes, or a kernel, target or policy that does not exist."""
+
+
+class CaptureError(RuntimeError):
+    """A function that cannot be captured, or captured code that was called in a way it cannot serve."""
+
+
+class RecaptureWarning(UserWarning):
+    """A call that could have replayed was captured again, or not at all. Given once for each reason."""

@@ -13,17 +13,19 @@ class HostLengths:
 
     `query[r]` is the number of new tokens of row r, `length[r]` its length with them: exact, or an upper bound when
     `exact` is false (after a commit whose accepted counts stayed on the device). `pages[r]` are the page ids that
-    row r holds, in order. It takes no part in a tree's structure and only `exact` can sway a choice of kernel.
+    row r holds, in order; `fits` says that the pool has as many as all rows hold, those they share counted for each. It
+    takes no part in a tree's structure, and only `exact` and `fits` can sway a choice of kernel.
     """
 
     query: tuple[int, ...]
     length: tuple[int, ...]
     pages: tuple[tuple[int, ...], ...]
     exact: bool
+    fits: bool = True
 
-    def static_key(self) -> bool:
+    def static_key(self) -> tuple[bool, bool]:
         """What a choice of kernel may depend on."""
-        return self.exact
+        return self.exact, self.fits
 
 
 def tracing() -> bool:

@@ -19,13 +19,13 @@ th { border-bottom: 2px solid; white-space: nowrap; } td { border-bottom: 1px so
 """
 
 
-def page(title: str, sheets: Iterable[Sheet], remark: str = "") -> str:
+def page(title: str, sheets: Iterable[Sheet]) -> str:
     """The document."""
     body = "\n".join(map(_section, sheets))
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n'
-        f"<body><h1>{escape(title)}</h1><p>{escape(remark)}</p>\n{body}\n</body></html>\n"
+        f"<body><h1>{escape(title)}</h1>\n{body}\n</body></html>\n"
     )
 
 

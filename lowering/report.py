@@ -17,7 +17,7 @@ from params.spec import TensorSpec
 from . import target as targets
 from .policy import MODE, Policy, check
 from .sheet import Sheet
-from .target import Target
+from .target import ELSEWHERE, Target
 from .trace import DryRun
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ def dry(target: Target | None, policy: Policy, run: DryRun) -> Iterator[tuple[Fa
 
 
 def reasons(refused: dict[str, str]) -> str:
-    """One line a kernel."""
-    return "\n".join(f"{name}: {reason}" for name, reason in refused.items())
+    """One line a kernel, without those that were written for other machines."""
+    return "\n".join(f"{name}: {reason}" for name, reason in refused.items() if not reason.startswith(ELSEWHERE))
 
 
 def abstract(value: Any, fake: FakeTensorMode) -> Any:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from params.spec import TensorSpec
 
 from . import target as targets
 from .costs import Cost
+from .errors import CaptureError
 from .policy import MODE, Policy, check
 from .report import Report, abstract, dry, reasons
 from .sheet import Sheet
@@ -81,6 +83,15 @@ class Lowered:
     between: tuple[Operator, ...]
     report: Report
     argument_bytes: dict[str, int]
+    capture: Callable[[], Any] | None = field(default=None, repr=False, compare=False)
+
+    def compile(self) -> Any:
+        """The function as `jit` captures it, captured for these arguments. `CaptureError` for another machine's."""
+        if self.capture is None:
+            raise CaptureError(
+                f"compile: lowered to {self.target}; captures run on the CPU of this machine only so far"
+            )
+        return self.capture()
 
     def explain(self) -> Report:
         """The kernel of each op, and why others were refused."""
@@ -163,7 +174,14 @@ def lower(
     run = DryRun()
     with dry(chosen, chosen_policy, run) as (fake, report), torch.no_grad():
         run.program(function, abstract(args, fake), abstract(kwargs, fake))
-    return lowered(chosen, f"torch {torch.__version__}", run, report, argument_bytes(function, args, kwargs))
+    found = lowered(chosen, f"torch {torch.__version__}", run, report, argument_bytes(function, args, kwargs))
+    return replace(found, capture=partial(_captured, function, args, kwargs)) if chosen.device == "cpu" else found
+
+
+def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from .jitted import jit
+
+    return jit(function).ahead(*args, **kwargs)
 
 
 def _target_of(arguments: Any) -> Target:

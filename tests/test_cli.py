@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -70,6 +71,17 @@ def test_generate_prints_the_text_and_reports_beside_it(run: Callable[..., Run],
     assert "no --prompt given" not in found.err
 
 
+def test_generate_takes_penalties_and_biases(run: Callable[..., Run], directory: Path) -> None:
+    flags = ["--repetition-penalty", 1.4, "--presence-penalty", 0.5, "--frequency-penalty", -0.2]
+    flags += ["--logit-bias", "7=2.5", "--logit-bias", "9=-inf"]
+    found = run("generate", "--model", directory, "--prompt", "def f(", "--max-new-tokens", 12, *flags)
+    given: dict[str, Any] = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": -0.2}
+    sampling = fm.Sampling(**given, logit_bias=((7, 2.5), (9, -math.inf)))
+    loaded = fm.load(directory, dtype=None)
+    assert found.out == f"{fm.generate(*loaded, ['def f('], 12, sampling=sampling)[0].text}\n"
+    assert found.out != f"{fm.generate(*loaded, ['def f('], 12)[0].text}\n"
+
+
 def test_generate_without_a_prompt_says_what_it_continues(
     run: Callable[..., Run], directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +115,8 @@ MISTAKES = [
     (["--device", "cuda:9999"], "device 'cuda:9999' cannot be used here"), (["--device", "x"], "device 'x' cannot"),
     (["--model", "nowhere"], "no directory nowhere"), (["--prompt", "a\udc80"], "character 1 is '.*as from bytes that"),
     (["--device", "meta"], "device 'meta' holds shapes without values"),
+    (["--repetition-penalty", 0], "repetition_penalty must be a positive number"),
+    (["--logit-bias", "99999=1"], "logit_bias has token ids outside the vocabulary"),
 ]  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 import funcmodels as fm
 from tests import tiny
+from tests.test_penalties import penalised
 
 PROMPTS = [[5, 9, 200, 31, 7], [100], [17, 30, 44, 250, 81, 66, 3, 12, 90, 71, 33], [2, 2, 2], [301, 77], [8] * 20]
 NEW = 22
@@ -123,6 +124,52 @@ def test_no_draft_changes_the_tokens(
         assert {result.accepted for result in drafted} == {(0,) * steps}
 
 
+PENALISED = fm.Sampling(
+    0.9, top_k=80, seed=3, repetition_penalty=1.3, presence_penalty=0.6, frequency_penalty=0.4,
+    logit_bias=((7, 3.0), (200, -float("inf"))),
+)  # fmt: skip
+PENALTIES = [PENALISED, fm.Sampling(), replace(PENALISED, temperature=0.0), SAMPLED, PENALISED, PENALISED]
+
+
+def one_at_a_time(loaded: Loaded, prompt: list[int], number: int, given: fm.Sampling) -> list[int]:
+    """Tokens from forwards of the whole text so far, penalised by the formulas: for greedy rows, their argmax."""
+    model, params = loaded
+    text = list(prompt)
+    for _ in range(NEW):
+        out, _ = model.forward(params, None, fm.Batch.from_lists([text]))
+        output = text[len(prompt) :]
+        logits = torch.from_numpy(penalised(out.logits[-1].detach().numpy(), given, prompt, output)).float()
+        free = replace(given, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=())
+        text += fm.sample(logits[None], free, torch.tensor([number]), torch.tensor([len(text)])).tolist()
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize("draft", [None, "mtp"])
+@pytest.mark.parametrize(("rows", "chunk"), [(6, 512), (2, 4)])
+def test_penalties_go_by_the_tokens_of_each_row(draft: str | None, rows: int, chunk: int, loaded: Loaded) -> None:
+    """Rows that ask for them and rows that do not, rows that are given to other prompts."""
+    setup: dict[str, Any] = {"rows": rows, "chunk": chunk, "eos": (), "sampling": PENALTIES, "page_size": 8}
+    found = fm.generate(*loaded, PROMPTS, NEW, draft=draft, **setup)
+    for number, (prompt, given, result) in enumerate(zip(PROMPTS, PENALTIES, found, strict=True)):
+        assert result.tokens == one_at_a_time(loaded, prompt, number, given), number
+        assert given != PENALISED or 200 not in result.tokens
+    setup["sampling"] = [replace(given, **OFF) for given in PENALTIES]
+    free = fm.generate(*loaded, PROMPTS, NEW, **setup)
+    assert [x.tokens == y.tokens for x, y in zip(found, free, strict=True)] == [False, True, False, True, False, False]
+
+
+OFF: dict[str, Any] = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+@pytest.mark.parametrize("wrong", ["right", "every third"])
+def test_drafts_of_penalised_rows_are_verified_with_what_the_window_has(wrong: str, loaded: Loaded) -> None:
+    plain = fm.generate(*loaded, PROMPTS, NEW, sampling=PENALTIES, eos=())
+    draft = scripted(PROMPTS, plain, WRONG[wrong])
+    drafted = fm.generate(*loaded, PROMPTS, NEW, draft=draft, draft_steps=5, rows=4, sampling=PENALTIES, eos=())
+    assert outcome(drafted) == outcome(plain)
+    assert sum(sum(result.accepted) for result in drafted) > NEW
+
+
 @pytest.mark.parametrize("wrong", ["right", "every other"])
 @pytest.mark.parametrize("steps", [1, 3, 6])
 def test_rows_end_inside_a_window(wrong: str, steps: int, loaded: Loaded) -> None:
@@ -142,8 +189,10 @@ def test_stop_strings_inside_a_window(loaded: Loaded, tmp_path: Any) -> None:
     tiny.write(tmp_path)
     model, params = fm.load(tmp_path, dtype=torch.float32)
     prompt = "def "
+    assert model.tokenizer is not None
     ids = model.tokenizer.encode(prompt)
     free = fm.generate(model, params, [prompt], 40, sampling=SAMPLED, eos=())[0]
+    assert free.text is not None
     draft = scripted([ids], [free])
     for at in range(0, 20, 3):
         stop = free.text[at : at + 3]
@@ -162,8 +211,30 @@ def test_a_row_without_numbers_is_an_error_that_names_its_prompt(loaded: Loaded)
     at = next(at for at, x in enumerate(whole[1].tokens) if at > 0 and x not in seen + whole[1].tokens[:at])
     embed[whole[1].tokens[at]] = torch.nan
     broken = fm.model.checkpoints.put(params, "embed.weight", embed)
-    with pytest.raises(FloatingPointError, match="prompt 1: the largest logit after . new tokens is NaN"):
+    with pytest.raises(FloatingPointError, match=r"prompt 1: the largest logit after \d new tokens is NaN"):
         fm.generate(model, broken, PROMPTS[:2], 8, eos=(), draft=scripted(PROMPTS[:2], whole))
+
+
+class Outside(Scripted):
+    """Drafts ids that are no tokens: those of the text, moved by `wrong`, a multiple of the vocabulary."""
+
+    def propose(self, *args: Any, **kwargs: Any) -> tuple[fm.Proposal, fm.State]:
+        """Not as a token."""
+        proposal, state = super().propose(*args, **kwargs)
+        return fm.Proposal(proposal.root, proposal.tokens + self.wrong(0), proposal.start), state
+
+
+@pytest.mark.parametrize("away", [-tiny.VOCAB, tiny.VOCAB])
+def test_drafts_that_are_no_tokens_are_never_taken(away: int, loaded: Loaded) -> None:
+    plain = fm.generate(*loaded, PROMPTS, NEW, eos=())
+    draft = Outside(scripted(PROMPTS, plain).texts, lambda place: away)
+    assert outcome(fm.generate(*loaded, PROMPTS, NEW, eos=(), draft=draft)) == outcome(plain)
+
+
+@pytest.mark.parametrize("draft", [3, Scripted], ids=["number", "class"])
+def test_what_is_no_draft_is_refused(draft: Any, loaded: Loaded) -> None:
+    with pytest.raises(TypeError, match="draft must be 'mtp'"):
+        fm.generate(*loaded, [[1]], draft=draft)
 
 
 REFUSED = [

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from funcmodels import RowSampling, Sampling, sample, sampling
+from funcmodels import RowSampling, Sampling, TokenCounts, sample, sampling
+from lowering.ops import sampling as hashed
 
 MASK = 2**64 - 1
 
@@ -163,7 +165,7 @@ def test_noise_is_the_same_number_everywhere(counter: tuple[int, int, int]) -> N
 
 @pytest.mark.parametrize("bits", [0, -1, 2**24 - 1, 2**63 - 1, -(2**63)])
 def test_noise_is_positive_and_finite_at_the_ends_of_the_hash(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "mix", lambda a, b: torch.full(torch.broadcast_shapes(a.shape, b.shape), bits))
+    monkeypatch.setattr(hashed, "mix", lambda a, b: torch.full(torch.broadcast_shapes(a.shape, b.shape), bits))
     zero = torch.zeros(2, dtype=torch.int64)
     found = sampling.noise(zero, zero, zero, 3)
     assert found.shape == (2, 3)
@@ -237,14 +239,20 @@ def test_rows_without_a_finite_largest_logit_give_minus_one(given: Sampling) -> 
 def test_logits_are_left_alone_and_nothing_is_read_on_the_host(dtype: torch.dtype) -> None:
     logits = torch.randn(4, 33).to(dtype)
     before, version = logits.clone(), logits._version
-    rows = RowSampling.of([Sampling(), Sampling(1), Sampling(0.5, 3), Sampling(2, top_p=0.5, min_p=0.01)])
+    plain = [Sampling(), Sampling(1), Sampling(0.5, 3), Sampling(2, top_p=0.5, min_p=0.01)]
+    rows = RowSampling.of([replace(row, frequency_penalty=0.5, logit_bias=((3, 1.0),)) for row in plain])
+    counts = TokenCounts.of([[1], [2, 3], [], [4]], 33)
     index = torch.arange(4, dtype=torch.int32)
-    eager = sample(logits, rows, index, index)
+
+    def call(logits: torch.Tensor, rows: RowSampling, index: torch.Tensor, counts: TokenCounts) -> torch.Tensor:
+        return sample(logits, rows, index, index, counts)
+
+    eager = call(logits, rows, index, counts)
     assert eager.dtype == torch.int64
     assert torch.equal(logits, before) and logits._version == version
-    traced = make_fx(sample, tracing_mode="fake")(logits, rows, index, index)
-    other = torch.randn(4, 33).to(dtype)
-    assert torch.equal(traced(other, rows, index, index), sample(other, rows, index, index))
+    traced = make_fx(call, tracing_mode="fake")(logits, rows, index, counts)
+    other, counts = torch.randn(4, 33).to(dtype), counts.add(torch.tensor([[5, 5], [6, -1], [-1, -1], [32, 0]]))
+    assert torch.equal(traced(other, rows, index, counts), call(other, rows, index, counts))
 
 
 def test_an_empty_batch_gives_no_tokens() -> None:

@@ -14,10 +14,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lowering import host_side
+
 from ..batch import Batch, check_room
 from ..errors import StateError
+from ..host_sides import extend_on_host, propose_on_host
 from ..model import Model, S, at_least_one
 from ..output import LogitsOf, Output
+from ..sampling import DraftNoise
 from ..speculative import Carry, Proposal, kept_tokens
 from ..state import State, check_usable, commit, like, rewound
 
@@ -55,6 +59,7 @@ class MtpDraft:
             )
         return like(state, lambda *sizes: self.model.family.mtp.init_entries(self.model.config, *sizes))
 
+    @host_side(extend_on_host)
     def extend(
         self,
         params: Any,
@@ -87,29 +92,52 @@ class MtpDraft:
         new = Carry(following[last], made.hidden[last])
         return state, new if carry is None else new.where(kept > 0, carry)
 
+    @host_side(propose_on_host)
     @torch.no_grad()
-    def propose(self, params: Any, state: State, carry: Carry, steps: int = 3) -> tuple[Proposal, State]:
-        """The `steps` likeliest tokens after each row's newest, one after the other.
+    def propose(
+        self, params: Any, state: State, carry: Carry, steps: int = 3, noise: DraftNoise | None = None
+    ) -> tuple[Proposal, State]:
+        """The `steps` likeliest tokens after each row's newest, one after the other; drawn ones with `noise`.
 
-        What the head writes on the way lies past the lengths of `state`; the state returned has the same value, and
-        the pages taken for it. Raises `ValueError` for less than one step or a row without room for them, `StateError`
-        for a carry of other rows.
+        Drawn drafts leave in `proposal.logits` the law that each came from. What the head writes on the way lies past
+        the lengths of `state`; the state returned has the same value, and the pages taken for it. Raises `ValueError`
+        for less than one step, a row without room for them or noise of other rows, `StateError` for a carry of other
+        rows.
         """
         at_least_one("propose: steps", steps)
         check_usable(state)
         _check_carry(state, carry)
+        _check_noise(state, noise)
         check_room(state, [steps - 1] * state.rows)
-        after, hidden, drafts = state, carry.hidden, []
+        after, hidden, drafts, laws = state, carry.hidden, [], []
         for step in range(steps):
             if step:
                 batch = Batch.from_tokens(drafts[-1], [1] * state.rows, after)
                 out, after = self.forward(params, after, batch, hidden, logits=None)
                 hidden = out.hidden
-            drafts.append(self.model.family.mtp.logits(params, hidden).argmax(-1))
-        return Proposal(carry.token, torch.stack(drafts, 1), state.lengths), rewound(after, state)
+            logits = self.model.family.mtp.logits(params, hidden)
+            if noise is None:
+                drafts.append(logits.argmax(-1))
+                continue
+            token, law = noise.draw(logits, state.lengths + 1 + step)
+            drafts.append(token)
+            laws.append(law)
+        kept = torch.stack(laws, 1) if laws else None
+        return Proposal(carry.token, torch.stack(drafts, 1), state.lengths, kept), rewound(after, state)
 
 
 def _check_carry(state: State, carry: Carry) -> None:
     rows = carry.token.shape[0]
     if rows != state.rows:
         raise StateError(f"the carry has {rows} rows, the state has {state.rows}; select the same rows of both")
+
+
+def _check_noise(state: State, noise: DraftNoise | None) -> None:
+    if noise is None:
+        return
+    settings, requests = noise.sampling.seed.shape[0], noise.requests.shape[0]
+    if settings != state.rows or requests != state.rows:
+        raise ValueError(
+            f"propose: noise of {settings} settings and {requests} requests, the state has {state.rows} rows; give one "
+            "of each a row"
+        )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LoweringError
-from ..host import HostLengths, tracing
+from ..host import tracing
 from ..ops.attention import attention, paged_attention, write_pages
 from ..ops.ragged import row_of_token, to_flat, to_rectangle
 from .features import npu
@@ -42,7 +42,7 @@ _masks: dict[torch.device, Tensor] = {}
 def _mask(device: torch.device) -> Tensor:
     if device in _masks and not tracing():
         return _masks[device]
-    later = torch.ones(MASK_SIDE, MASK_SIDE, device=device).triu(1).bool()
+    later = torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.bool, device=device).triu(1)
     if not tracing():
         _masks[device] = later
     return later
@@ -76,6 +76,8 @@ def _wrong_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, max_query: int) ->
 def _refuse_paged(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale):
     if not host.exact:
         return "needs exact row lengths on the host, and only an upper bound is known: read the accepted counts first"
+    if not host.fits:
+        return "counts pages that rows share once a row, and the pool has fewer: give init_state more pages"
     return _wrong_heads(q, k_pages, v_pages) or _wrong_pages(q, k_pages, v_pages, max_query)
 
 
@@ -91,19 +93,8 @@ def _refuse_packed(q, k_pages, v_pages, page_table, lengths, query_start, host, 
     return wrong or above(2**20, tokens=q.shape[0]) or above(MOST_PACKED, rows=page_table.shape[0])
 
 
-def _check_pool(host: HostLengths, k_pages: Tensor) -> None:
-    """`LoweringError` for a pool that the operator would reject: lengths are values, on which no refusal may rest."""
-    blocks = sum(-(-length // k_pages.shape[1]) for length in host.length)
-    if blocks > k_pages.shape[0]:
-        raise LoweringError(
-            f"paged_attention: the rows hold {blocks} pages, those they share counted for each, and the pool has "
-            f"{k_pages.shape[0]}; the operator wants no fewer, so give init_state more pages"
-        )
-
-
 @fused(paged_attention, "npu_fia_tnd", OPERATOR, refuse=_refuse_packed)
 def _packed(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale):
-    _check_pool(host, k_pages)
     queries, keys, table = list(accumulate(host.query)), list(host.length), page_table.int().contiguous()
     padding = q.shape[0] - queries[-1]
     if not uniform:
@@ -111,10 +102,11 @@ def _packed(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_
         # first queries may see no key, and what they get is dropped.
         table = torch.nn.functional.pad(table, (0, 0, 0, 1))
         queries, keys = [*queries, q.shape[0]], [*keys, min(padding, k_pages.shape[1])]
-    y = _attended(
-        q.contiguous(), k_pages, v_pages, scale, "TND", BAND, pre_tokens=FAR, next_tokens=0,
-        actual_seq_qlen=queries, actual_seq_kvlen=keys, block_table=table,
-    )  # fmt: skip
+    held: dict[str, Any] = {"actual_seq_qlen": queries, "actual_seq_kvlen": keys, "block_table": table}
+    if uniform and max_query == 1:
+        # One query sees every key: there is no mask to make or to read.
+        return _attended(q.contiguous(), k_pages, v_pages, scale, "TND", UNMASKED, **held)
+    y = _attended(q.contiguous(), k_pages, v_pages, scale, "TND", BAND, pre_tokens=FAR, next_tokens=0, **held)
     if uniform:
         return y
     live = row_of_token(query_start, q.shape[0]) < page_table.shape[0]
@@ -123,7 +115,6 @@ def _packed(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_
 
 @fused(paged_attention, "npu_fia_bsnd", OPERATOR, refuse=_refuse_paged)
 def _padded(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale):
-    _check_pool(host, k_pages)
     rectangle = to_rectangle(q, query_start, max_query, uniform).contiguous()
     held = {"actual_seq_kvlen": list(host.length), "block_table": page_table.int().contiguous()}
     if max_query > 1:

@@ -21,7 +21,6 @@ from . import (  # noqa: F401 - they register the operators
     moe,
     norm,
     rotary,
-    sampling,
 )
 from .checks import OperatorError
 from .registration import OPERATORS, Operator, load

@@ -41,6 +41,7 @@ def main() -> None:
 
 def report(model: fm.Model, params: Any, rows: int, args: argparse.Namespace) -> None:
     """One line for `rows` prompts at a time."""
+    assert model.tokenizer is not None
     prompts = held_out.prompts(model.tokenizer, rows, *PROMPT_TOKENS, seed=rows)
     setup: dict[str, Any] = {"sampling": fm.Sampling(args.temperature, seed=1), "eos": (), "rows": rows}
     found: dict[str, list[fm.Result]] = {}

@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import funcmodels as fm
 import lowering
 from lowering import OPS, LoweringError, Policy, npu_reference, ops
 from lowering.npu.features import missing
 from lowering.op import FUSED, REFERENCE
 from lowering.target import ASCEND, named
+from tests import tiny
 from tests.cases import CASES, cases_of
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -327,15 +329,29 @@ def test_gradients_and_transforms_leave_the_fused_kernels_out() -> None:
 
 
 @pytest.mark.parametrize("kernel", [TND, FIA])
-def test_rows_that_share_more_pages_than_the_pool_has_are_an_error(kernel: str) -> None:
+def test_rows_that_share_more_pages_than_the_pool_has_are_refused(kernel: str) -> None:
     """The operator counts shared pages once a row and rejects a smaller pool: forks of a long row come to that."""
     given = arguments(PAGED, SEVERAL)
-    pages = given["k_pages"].shape[0]
-    given |= {"host": replace(given["host"], length=(128 * pages, 1, 1, 1))}
+    given |= {"host": replace(given["host"], fits=False)}
     args, kwargs = split(PAGED, given)
-    shown = f"the rows hold {pages + 3} pages, those they share counted for each, and the pool has {pages};"
+    shown = "counts pages that rows share once a row, and the pool has fewer"
     with lowering.use(paged_attention=kernel, target="ascend910b"), pytest.raises(LoweringError, match=shown):
         ops.paged_attention(*args, **kwargs)
+
+
+@torch.no_grad()
+def test_forks_in_a_small_pool_run_in_torch_there() -> None:
+    npu_reference.load()
+    config = {**tiny.SIZES, "model_type": "qwen3_5_text", "head_dim": 128}
+    model = fm.build({**config, "rope_parameters": {**config["rope_parameters"], "partial_rotary_factor": 0.0625}})
+    params = model.init_params(dtype=torch.bfloat16)
+    state = model.init_state(1, 64, dtype=torch.bfloat16, page_size=16, pages=8)
+    _, state = model.forward(params, state, fm.Batch.from_lists([[1] * 40], state))
+    four = fm.fork(state, [0] * 4)
+    with lowering.use(target="ascend910b"), lowering.record() as report:
+        model.forward(params, four, fm.Batch.from_lists([[2]] * 4, four))
+    (found,) = [row for row in report.rows if row.op == "paged_attention"]
+    assert found.kernel == "torch" and "the pool has fewer" in found.refused[FIA]
 
 
 def test_a_kernel_whose_operators_are_not_loaded_says_so() -> None:

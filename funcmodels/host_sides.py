@@ -1,0 +1,94 @@
+"""What the host does where a captured forward replays: checks, pages and lengths, and padding to a bucket and back.
+
+`lowering.jit` runs these in place of the functions' own Python. Each takes `fit`, which pads a batch to its bucket, and
+the function's arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowering import HostSide
+
+from .batch import Batch, check_room
+from .output import LogitsOf, Output, cut
+from .rows import reserve
+from .sampling import DraftNoise
+from .speculative import Carry, Proposal, kept_tokens
+from .state import State, check_usable, committed_host, grown_host, known, replayed
+from .step import check_layout, ready
+
+Fit = Callable[[Batch], Batch]
+
+
+def forward_on_host(
+    fit: Fit, model: Any, params: Any, state: State | None, batch: Batch, *, logits: LogitsOf = "all",
+    keep_steps: bool = False, **rest: Any,
+) -> HostSide:  # fmt: skip
+    """That of `Model.forward`."""
+    check_layout(batch)
+    tokens = batch.tokens.shape[0]
+    padded = fit(batch)
+    state, after = _forward(state, batch, keep_steps)
+
+    def completed(result: tuple[Output, State | None]) -> tuple[Output, State | None]:
+        out, new = result
+        return cut(out, tokens, logits), after(new)
+
+    return HostSide({"state": state, "batch": padded}, completed)
+
+
+def extend_on_host(
+    fit: Fit, draft: Any, params: Any, state: State, out: Output, batch: Batch, next_tokens: Tensor,
+    carry: Carry | None = None,
+) -> HostSide:  # fmt: skip
+    """That of a draft's `extend`."""
+    kept = known(kept_tokens(batch, next_tokens)[1])
+    padded = fit(batch)
+    extra = padded.tokens.shape[0] - batch.tokens.shape[0]
+    hidden = _padded(out.hidden, extra)
+    ready_state, after = _forward(state, batch, keep_steps=True)
+
+    def completed(result: tuple[State, Carry]) -> tuple[State, Carry]:
+        new, carry = result
+        new = after(new)
+        return replace(new, host=committed_host(new.host, kept)), carry
+
+    # The head reads no logits: without them, outputs with many and with few replay one capture.
+    given = {"out": Output(hidden[:0], hidden, {}), "next_tokens": _padded(next_tokens.reshape(-1), extra, -1)}
+    return HostSide(given | {"state": ready_state, "batch": padded}, completed)
+
+
+def propose_on_host(
+    fit: Fit, draft: Any, params: Any, state: State, carry: Carry, steps: int = 3, noise: DraftNoise | None = None
+) -> HostSide:
+    """That of a draft's `propose`."""
+    check_usable(state)
+    ahead = [max(steps - 1, 0)] * state.rows
+    check_room(state, ahead)
+    state = reserve(state, ahead)
+
+    def completed(result: tuple[Proposal, State]) -> tuple[Proposal, State]:
+        proposal, new = result
+        return proposal, replace(new, host=replayed(state.host))
+
+    return HostSide({"state": state}, completed)
+
+
+def _forward(state: State | None, batch: Batch, keep_steps: bool) -> tuple[State | None, Callable[[Any], Any]]:
+    """The state with pages for the batch, and what puts the new state's host part in place."""
+    if state is None:
+        return None, lambda new: new
+    state, counts = ready(state, batch, keep_steps)
+    host = grown_host(state.host, counts, keep_steps)
+    return state, lambda new: replace(new, host=replayed(host))
+
+
+def _padded(x: Tensor, extra: int, value: float = 0) -> Tensor:
+    """`x` [n ...] with `extra` more rows of `value`."""
+    return F.pad(x, (0, 0) * (x.ndim - 1) + (0, extra), value=value) if extra else x

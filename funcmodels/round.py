@@ -1,0 +1,93 @@
+"""A whole speculative round as one pure function of fixed shapes, to be captured as one graph.
+
+    step = lowering.jit(Round(model, draft).run, donate=("state", "drafted"))
+    verdict, state, drafted, carry = step(params, state, drafted, carry, sampling, requests, most)
+
+Nothing in it depends on how many tokens were accepted: a row that has finished, or has not begun, takes `most` = 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from lowering import HostSide, host_side
+
+from .batch import check_room
+from .model import Model
+from .rows import reserve
+from .sampling import DraftNoise, RowSampling, TokenCounts
+from .speculative import Carry, Draft, Verdict, verify
+from .state import Host, State, check_fresh, check_usable, commit, committed_host, grown_host, known
+
+
+def _run_on_host(
+    fit: Callable[[Any], Any], round: Round, params: Any, state: State, drafted: State, *args: Any, steps: int = 3,
+    **rest: Any,
+) -> HostSide:  # fmt: skip
+    """What the host does where a captured round replays: pages for the windows of both states, and their lengths."""
+    (state, host), (drafted, drafted_host) = (_with_window(value, steps + 1) for value in (state, drafted))
+
+    def completed(result: tuple[Verdict, State, State, Carry]) -> tuple[Verdict, State, State, Carry]:
+        verdict, new, drafted, carry = result
+        accepted = known(verdict.accepted)
+        new = replace(new, host=committed_host(host, accepted))
+        return verdict, new, replace(drafted, host=committed_host(drafted_host, accepted)), carry
+
+    return HostSide({"state": state, "drafted": drafted}, completed)
+
+
+def _with_window(state: State, width: int) -> tuple[State, Host]:
+    """The state with pages for `width` more tokens a row, and the host's part of it once they are in."""
+    counts = (width,) * state.rows
+    check_usable(state)
+    check_room(state, counts)
+    check_fresh(state)
+    state = reserve(state, counts)
+    return state, grown_host(state.host, counts, keep=True)
+
+
+@dataclass(frozen=True)
+class Round:
+    """Rounds of `model` with `draft`. Holds no tensors."""
+
+    model: Model
+    draft: Draft
+
+    @host_side(_run_on_host)
+    def run(
+        self,
+        params: Any,
+        state: State,
+        drafted: State,
+        carry: Carry,
+        sampling: RowSampling,
+        requests: Int[Tensor, " rows"],
+        most: Int[Tensor, " rows"],
+        counts: TokenCounts | None = None,
+        *,
+        steps: int = 3,
+        drawn: bool = False,
+    ) -> tuple[Verdict, State, State, Carry]:
+        """Propose `steps` tokens a row, verify them, commit, and extend the draft's state.
+
+        `drafted` is the draft's state. At most `most` tokens of a row count, of 0..steps + 1. `sampling`, `requests`
+        and `counts` are those of `verify`; with `drawn`, drafts are drawn by the same settings instead of being the
+        likeliest. Returns what was emitted (-1 past it), both states, and the carry. Raises as its parts do.
+        """
+        options: dict[str, Any] = {"noise": DraftNoise(sampling, requests)} if drawn else {}
+        proposal, drafted = self.draft.propose(params, drafted, carry, steps, **options)
+        window = proposal.batch(state)
+        out, pending = self.model.forward(params, state, window, keep_steps=True)
+        verdict = verify(out, proposal, sampling, requests, counts)
+        accepted = torch.minimum(verdict.accepted, most.to(verdict.accepted))
+        places = torch.arange(steps + 1, device=accepted.device)
+        verdict = Verdict(torch.where(places < accepted[:, None], verdict.tokens, -1), accepted)
+        state = commit(pending, accepted)
+        drafted, carry = self.draft.extend(params, drafted, out, window, verdict.tokens, carry)
+        return verdict, state, drafted, carry

@@ -1,0 +1,276 @@
+"""A function of trees as a program: one flat graph of plain operators, and how its results are put together again.
+
+The graph takes each tensor of the arguments once. What it computes for a donated argument it copies, as its last act,
+to where the argument's own tensors lie; every other result is a tensor of its own.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..errors import CaptureError
+
+TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """An argument taken apart: its tensors, each once, and all else that a program of it depends on.
+
+    `places[i]` is the tensor that leaf i is, -1 for one of the `statics`.
+    """
+
+    tensors: list[Tensor]
+    places: tuple[int, ...]
+    statics: tuple[Any, ...]
+    spec: pytree.TreeSpec
+
+    def rebuilt(self, tensors: Sequence[Any]) -> Any:
+        """The argument with `tensors` in the place of its own."""
+        statics = iter(self.statics)
+        return pytree.tree_unflatten([tensors[at] if at >= 0 else next(statics) for at in self.places], self.spec)
+
+    @cached_property
+    def requires_grad(self) -> bool:
+        """Whether any of its tensors does."""
+        return any(x.requires_grad for x in self.tensors)
+
+    @property
+    def structure(self) -> tuple[Any, ...]:
+        """What the argument is beside its tensors. Holds no off-tree values: those would be kept alive."""
+        return repr(self.spec), self.places, self.statics
+
+    @property
+    def dtypes(self) -> tuple[Any, ...]:
+        """Of its tensors, and where they lie."""
+        return tuple((x.dtype, x.device) for x in self.tensors)
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        """Of its tensors, and how they lie."""
+        return tuple((x.shape, x.stride()) for x in self.tensors)
+
+
+def flattened(value: Any) -> Flat:
+    """`value` taken apart."""
+    leaves, spec = pytree.tree_flatten(value)
+    first: dict[int, int] = {}
+    places = [first.setdefault(id(x), len(first)) if isinstance(x, Tensor) else -1 for x in leaves]
+    tensors = {at: leaf for at, leaf in zip(places, leaves, strict=True) if at >= 0}
+    statics = tuple(leaf for at, leaf in zip(places, leaves, strict=True) if at < 0)
+    return Flat([tensors[at] for at in range(len(first))], tuple(places), statics, spec)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A result that is input number `place` itself."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """A result that is output number `place` of the graph."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """The graph, and the results' leaves: inputs, outputs of the graph, or values of their own."""
+
+    graph: GraphModule
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+
+    def results(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
+        """What the function returns, from what the graph was given and gave."""
+        leaves = [
+            inputs[x.place] if isinstance(x, Given) else outputs[x.place] if isinstance(x, Made) else x
+            for x in self.leaves
+        ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+def trace(
+    function: Callable[[dict[str, Any]], Any],
+    given: Mapping[str, Flat],
+    donated: Sequence[str],
+    staged: Collection[str],
+) -> Program:
+    """Trace `function` of the arguments by name; nothing is computed and no tensor written.
+
+    `donated` arguments are overwritten by their successors: the nodes of the result of the same type, in the order of
+    the arguments.
+    `staged` ones lie in buffers that the next call overwrites. Raises `CaptureError` where the function reads a value
+    on the host or has no successor for a donated argument, and what the function itself raises.
+    """
+    layout = _Layout.of(given, donated, staged)
+    made: list[_Results] = []
+
+    def flat(*tensors: Tensor) -> list[Tensor]:
+        arguments = layout.arguments(tensors)
+        made[:] = [_Results(layout, tensors)]
+        return made[0].written(arguments, function(arguments))
+
+    try:
+        # A fake mode of our own: that of make_fx would give a value read on the host a symbol, and go on.
+        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            graph = make_fx(flat)(*map(fake.from_tensor, layout.tensors))
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise CaptureError(
+            f"capture: {_place(error)} reads a value or a size that is only known on the device; compute it with "
+            "tensors (torch.where), or pass it in as an argument"
+        ) from error
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return Program(graph, tuple(made[0].leaves), made[0].spec)
+
+
+def _place(error: Exception) -> str:
+    """The line outside Torch that an error came from."""
+    frames = [x for x in traceback.extract_tb(error.__traceback__) if not x.filename.startswith(TORCH)]
+    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "the function"
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the tensors of each argument stand among the inputs of the graph."""
+
+    given: Mapping[str, Flat]
+    starts: dict[str, int]
+    tensors: list[Tensor]
+    donated: Sequence[str]
+    staged: Collection[str]
+
+    @staticmethod
+    def of(given: Mapping[str, Flat], donated: Sequence[str], staged: Collection[str]) -> _Layout:
+        starts: dict[str, int] = {}
+        tensors: list[Tensor] = []
+        for name, flat in given.items():
+            starts[name] = len(tensors)
+            tensors += flat.tensors
+        return _Layout(given, starts, tensors, donated, staged)
+
+    def arguments(self, tensors: Sequence[Any]) -> dict[str, Any]:
+        return {name: flat.rebuilt(tensors[self.starts[name] :]) for name, flat in self.given.items()}
+
+    def inputs_of(self, names: Collection[str]) -> set[int]:
+        return {self.starts[name] + at for name in names for at in range(len(self.given[name].tensors))}
+
+
+@dataclass
+class _Results:
+    """The results of one trace on their way to outputs of the graph."""
+
+    layout: _Layout
+    inputs: Sequence[Tensor]
+    leaves: list[Any] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    spec: Any = None
+
+    def written(self, arguments: dict[str, Any], result: Any) -> list[Tensor]:
+        """Overwrite what was donated; the tensors that the graph has to give out."""
+        result = bare(result)
+        self.spec = pytree.tree_structure(result)
+        found = self._found(arguments, result)
+        donated = self.layout.inputs_of(self.layout.donated)
+        places = {id(x): place for place, x in enumerate(self.inputs)}
+        changed = {leaf.home for leaf in found if leaf.home is not None and places.get(id(leaf.value)) != leaf.home}
+        # All copies are made before the first input is overwritten: one may be read from another.
+        writes = [(leaf.home, self._apart(leaf.value, donated)) for leaf in found if leaf.home in changed]
+        for leaf in found:
+            self.leaves.append(self._source(leaf, places, changed, donated))
+        for home, value in writes:
+            self.inputs[home].copy_(value)
+        return self.outputs
+
+    def _found(self, arguments: dict[str, Any], result: Any) -> list[_Leaf]:
+        """The leaves of the result."""
+        waiting = [(name, value) for name, value in arguments.items() if name in self.layout.donated]
+        kinds = tuple(type(value) for _, value in waiting)
+        found: list[_Leaf] = []
+        for node in pytree.tree_leaves(result, is_leaf=lambda x: type(x) in kinds):
+            match = next((pair for pair in waiting if type(pair[1]) is type(node)), None)
+            if match is None:
+                found += [_Leaf(value) for value in pytree.tree_leaves(node)]
+            else:
+                waiting.remove(match)
+                found += self._succeeding(*match, node)
+        if waiting:
+            raise CaptureError(
+                f"jit: {waiting[0][0]!r} is donated, and the function returns no new {type(waiting[0][1]).__name__} in "
+                "its place; return it, or leave it out of donate"
+            )
+        return found
+
+    def _succeeding(self, name: str, old: Any, new: Any) -> Iterator[_Leaf]:
+        """The leaves of `new`, which takes the place of the donated argument `old`."""
+        start, flat = self.layout.starts[name], self.layout.given[name]
+        paths = [path for path, _ in pytree.tree_flatten_with_path(old)[0]]
+        homes = {path: start + at for path, at in zip(paths, flat.places, strict=True) if at >= 0}
+        free = set(homes.values())
+        for path, value in pytree.tree_flatten_with_path(new)[0]:
+            home = homes.get(path)
+            if home in free and isinstance(value, Tensor) and _alike(value, self.inputs[home]):
+                free.remove(home)
+                yield _Leaf(value, home, inside=True)
+            else:
+                yield _Leaf(value, inside=True)
+
+    def _source(self, leaf: _Leaf, places: dict[int, int], changed: set[int], donated: set[int]) -> Any:
+        """Where a replay finds the leaf: an input, an output of the graph, or the value itself."""
+        if not isinstance(leaf.value, Tensor):
+            return leaf.value
+        if leaf.home is not None:
+            return Given(leaf.home)
+        lent = self.layout.inputs_of(self.layout.staged) | donated
+        place = places.get(id(leaf.value))
+        if place is not None and place not in changed and (place not in lent or (leaf.inside and place in donated)):
+            return Given(place)
+        self.outputs.append(self._apart(leaf.value, lent))
+        return Made(len(self.outputs) - 1)
+
+    def _apart(self, x: Tensor, places: set[int]) -> Tensor:
+        """`x`, or a copy where it shares memory with one of these inputs."""
+        # Fake tensors have no addresses; views of one tensor share its storage as real ones do.
+        storage = x.untyped_storage()._cdata
+        return x.clone() if any(self.inputs[at].untyped_storage()._cdata == storage for at in places) else x
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A leaf of the result; `home` is the donated input whose place it takes, `inside` one that succeeds such."""
+
+    value: Any
+    home: int | None = None
+    inside: bool = False
+
+
+def _alike(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and x.dtype == y.dtype
+
+
+def bare(value: Any) -> Any:
+    """The tree without the host values of nodes that have some: a program is replayed long after these have changed."""
+
+    def visit(node: Any) -> Any:
+        return node.without_host() if hasattr(node, "without_host") else node
+
+    return pytree.tree_map(visit, value, is_leaf=lambda node: hasattr(node, "without_host"))
