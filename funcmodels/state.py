@@ -243,7 +243,9 @@ def replayed(host: Host) -> Host:
 
 def rewound(state: State, before: State) -> State:
     """`state`, grown from `before` by forwards, with only the tokens that `before` held; for appended entries alone."""
-    log = state.log if before.log is None else replace(state.log, tip=before.log.tip)
+    log = state.log
+    if log is not None and before.log is not None:
+        log = replace(log, tip=before.log.tip)
     host = replace(state.host, lengths=before.host.lengths, least=before.host.least)
     return replace(state, lengths=before.lengths, log=log, host=host)
 

@@ -101,7 +101,8 @@ def draft_loss(model: Any, params: Any, out: Any, batch: Any, targets: Tensor) -
     first = forward(hidden)[0]
     odd = torch.arange(len(targets))[:, None] % 2 == 1
     second = forward(torch.where(odd, first.hidden.roll(1, 0), hidden))[0]
-    return sum(-(aim * by_row(x.logits)[:, :-1].float().log_softmax(-1)).sum(-1).mean() for x in (first, second))
+    each = [-(aim * by_row(x.logits)[:, :-1].float().log_softmax(-1)).sum(-1).mean() for x in (first, second)]
+    return torch.stack(each).sum()
 
 
 def by_row(values: Tensor) -> Tensor:
@@ -177,7 +178,7 @@ class Gradient:
     begin with, then about twice the tokens a core second of deriving the gradient operator by operator.
     """
 
-    def __init__(self, loss: Callable[..., Tensor], params: Any, data: Data) -> None:
+    def __init__(self, loss: Callable[..., tuple[Tensor, Tensor]], params: Any, data: Data) -> None:
         self.data = data
         leaves, self.taken = pytree.tree_flatten((params, *inputs(data.windows(0))))
         differentiate = torch.func.grad_and_value(loss, has_aux=True)
