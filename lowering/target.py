@@ -65,6 +65,11 @@ ELSEWHERE = "serves "
 EVERY = tuple(name for name, target in TARGETS.items() if target.refused is None)
 """Names of the targets that are not refused: what a kernel of plain Torch operators serves."""
 
+ALSO_CALLED = {
+    "a2": "ascend910b", "a3": "ascend910_93", "910c": "ascend910_93", "a5": "ascend950", "910_95": "ascend950",
+}  # fmt: skip
+"""Other names that people have for targets; only a hint, since a name is part of a program."""
+
 ASCEND = tuple(name for name in EVERY if TARGETS[name].device == "npu")
 """Names of the Ascend targets that are not refused."""
 
@@ -77,7 +82,8 @@ def named(name: str | Target, *, torch_npu: str | None = None) -> Target:
     """
     target = name if isinstance(name, Target) else TARGETS.get(name)
     if target is None:
-        near = difflib.get_close_matches(str(name), TARGETS, n=1)
+        asked = str(name).lower().removeprefix("ascend").removeprefix("atlas").strip(" _-")
+        near = [ALSO_CALLED[asked]] if asked in ALSO_CALLED else difflib.get_close_matches(str(name), TARGETS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise LoweringError(f"unknown target {name!r}; {hint}known targets: {', '.join(TARGETS)}")
     if target.refused is not None:
