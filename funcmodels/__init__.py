@@ -10,6 +10,7 @@ from .loading import load
 from .model import Model, build
 from .output import Output
 from .penalties import TokenCounts
+from .round import Round
 from .rows import fork, release, select
 from .sampling import DraftNoise, RowSampling, Sampling, sample
 from .serving import Event, Request, Result
@@ -18,10 +19,11 @@ from .speculative import Carry, Draft, Proposal, Verdict, next_tokens, verify
 from .state import State, commit, logical
 
 __all__ = [
-    "Batch", "Carry", "CheckpointError", "ConfigError", "Draft", "DraftNoise", "Event", "Model", "OutOfPages", "Output",
-    "Proposal", "Request", "Result", "RowSampling", "Sampling", "StaleStateError", "State", "StateError", "TokenCounts",
-    "Verdict", "build", "commit", "disable_shape_checks", "draft", "enable_shape_checks", "fork", "generate", "load",
-    "logical", "next_tokens", "release", "requests_of", "sample", "select", "serve", "shape_checked", "verify",
+    "Batch", "Carry", "CheckpointError", "ConfigError", "Draft", "DraftNoise", "Event", "Model", "OutOfPages",
+    "Output", "Proposal", "Request", "Result", "Round", "RowSampling", "Sampling", "StaleStateError", "State",
+    "StateError", "TokenCounts", "Verdict", "build", "commit", "disable_shape_checks", "draft", "enable_shape_checks",
+    "fork", "generate", "load", "logical", "next_tokens", "release", "requests_of", "sample", "select", "serve",
+    "shape_checked", "verify",
 ]  # fmt: skip
 
 if wanted():

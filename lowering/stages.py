@@ -22,7 +22,7 @@ from params.spec import TensorSpec
 from . import target as targets
 from .costs import Cost
 from .errors import CaptureError
-from .policy import MODE, Policy, check
+from .policy import MODE, Policy, check, use
 from .report import Report, abstract, dry, reasons
 from .sheet import Sheet
 from .target import Target
@@ -175,13 +175,16 @@ def lower(
     with dry(chosen, chosen_policy, run) as (fake, report), torch.no_grad():
         run.program(function, abstract(args, fake), abstract(kwargs, fake))
     found = lowered(chosen, f"torch {torch.__version__}", run, report, argument_bytes(function, args, kwargs))
-    return replace(found, capture=partial(_captured, function, args, kwargs)) if chosen.device == "cpu" else found
+    if chosen.device != "cpu":
+        return found
+    return replace(found, capture=partial(_captured, function, args, kwargs, chosen_policy))
 
 
-def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy) -> Any:
     from .jitted import jit
 
-    return jit(function).ahead(*args, **kwargs)
+    with use(policy):
+        return jit(function).ahead(*args, **kwargs)
 
 
 def _target_of(arguments: Any) -> Target:

@@ -124,6 +124,9 @@ def test_unknown_names_give_the_nearest(doubled: Op) -> None:
         lowering.use(target="ascend95"),
     ):
         pass
+    for said, meant in (("ascend910c", "ascend910_93"), ("A2", "ascend910b"), ("Atlas A5", "ascend950")):
+        with pytest.raises(LoweringError, match=f"did you mean '{meant}'"):
+            named(said)
     with pytest.raises(LoweringError, match=r"known ops: .*rms_norm"):
         lowering.find("?")
 
