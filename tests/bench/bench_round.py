@@ -79,14 +79,15 @@ def main() -> None:
     prompts = held_out.prompts(model.tokenizer, args.rows, PROMPT, PROMPT, seed=args.rows)
     repeats = 3
     room = (repeats * args.rounds + 2) * (STEPS + 1)
-    sides = [side(model, params, prompts, room, args.backend) for side in (Decoding, Drafting)]
-    for side in sides:
+    given: Any = (model, params, prompts, room, args.backend)
+    decoding, drafting = Decoding(*given), Drafting(*given)
+    for side in (decoding, drafting):
         start = time.perf_counter()
         side.step()
         print(f"{type(side).__name__}: first call {time.perf_counter() - start:.0f} s", flush=True)
-    runs = [lambda side=side: [side.step() for _ in range(args.rounds)] for side in sides]
+    runs = [lambda side=side: [side.step() for _ in range(args.rounds)] for side in (decoding, drafting)]
     step, round_ = (1e3 * seconds / args.rounds for seconds in best(repeats, *runs))
-    tokens = sum(sides[1].accepted) / len(sides[1].accepted)
+    tokens = sum(drafting.accepted) / len(drafting.accepted)
     print(f"bundled model, {args.rows} rows, one thread, float32, captured with {args.backend}")
     print(f"  step {step:.2f} ms, round {round_:.2f} ms: {round_ / step:.2f} steps; {tokens:.2f} tokens a round")
     print(f"  drafting is {tokens * step / round_:.2f} times as fast as plain decoding")
