@@ -231,6 +231,7 @@ def test_drafts_that_are_no_tokens_are_never_taken(away: int, loaded: Loaded) ->
     assert outcome(fm.generate(*loaded, PROMPTS, NEW, eos=(), draft=draft)) == outcome(plain)
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize("draft", [3, Scripted], ids=["number", "class"])
 def test_what_is_no_draft_is_refused(draft: Any, loaded: Loaded) -> None:
     with pytest.raises(TypeError, match="draft must be 'mtp'"):

@@ -184,6 +184,7 @@ class Flipped:
         return call
 
 
+@pytest.mark.plain
 @pytest.mark.mutation
 @pytest.mark.parametrize("flip", FLIPS, ids=str)
 def test_a_flipped_convention_is_noticed(flip: Flip, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,7 @@ class Elsewhere:
     type: str = "npu"
 
 
+@pytest.mark.plain
 def test_tensors_on_an_npu_ask_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """`of_device` goes by the device's type alone."""
     machine(monkeypatch, "Ascend910B2")
