@@ -211,7 +211,7 @@ def _leaf_bytes(leaf: Any) -> int:
 
 
 def compared(programs: Sequence[Lowered], title: str | None = None) -> Sheet:
-    """One program lowered to one target, or to several side by side: op, calls, kernels, shares, and reasons."""
+    """One program lowered to one target, or to several side by side: op, calls, kernels, shares; reasons as notes."""
     names = [str(program.target) for program in programs]
     heads = ["kernel"] if len(programs) == 1 else [f"kernel on {name}" for name in names]
     found = [_kernels(program) for program in programs]
@@ -224,8 +224,11 @@ def compared(programs: Sequence[Lowered], title: str | None = None) -> Sheet:
             marked.append(len(rows))
         rest = [_joined([getattr(cell, part) if cell else "-" for cell in cells], names) for part in _PARTS]
         rows.append((f"{key[0]} *" if differ else key[0], rest[0], *kernels, *rest[1:]))
-    columns = ("op", "calls", *heads, "bytes", "FLOPs", "why not the others")
-    notes = [_total(program) for program in programs] + [line for program in programs for line in program.problems]
+    numbers, said = _numbered([row[-1] for row in rows])
+    rows = [(*row[:-1], number) for row, number in zip(rows, numbers, strict=True)]
+    columns = ("op", "calls", *heads, "bytes", "FLOPs", "why")
+    notes = said + [_total(program) for program in programs]
+    notes += [line for program in programs for line in program.problems]
     if marked:
         notes.append("* the targets get different kernels")
     title = title or f"lowered to {' and '.join(names)}"
@@ -260,6 +263,13 @@ def _kernels(program: Lowered) -> dict[tuple[str, int], _Cell]:
             price = share(row.cost.bytes, costs.total.bytes), share(row.cost.flops, costs.total.flops)
             found[row.op, place] = _Cell(str(row.calls), row.kernel, *price, reasons(refused))
     return found
+
+
+def _numbered(reasons: Sequence[str]) -> tuple[list[str], list[str]]:
+    """For each row the number of its note, the same for the same reasons, and the notes: whole sentences fold badly."""
+    said = list(dict.fromkeys(filter(None, reasons)))
+    notes = [f"({number}) {'; '.join(text.splitlines())}" for number, text in enumerate(said, 1)]
+    return [f"({said.index(text) + 1})" if text else "" for text in reasons], notes
 
 
 def _joined(texts: list[str], names: list[str]) -> str:
