@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lowering.host import tracing
+from lowering.ops.ragged import to_rectangle
 from lowering.ops.sampling import first_of
 from params.tree import map, tree
 
@@ -185,18 +185,10 @@ def kept_tokens(batch: Batch, next_tokens: Int[Tensor, "*lead"]) -> tuple[Int[Te
     if following.shape != tokens.shape:
         raise ValueError(f"extend: {following.shape[0]} next tokens for {tokens.shape[0]} tokens; give one for each")
     starts = _starts(batch, following.device)
-    counted = torch.cat((following.new_zeros(1), (following >= 0).cumsum(0)))
-    kept = counted[starts].diff().to(torch.int32)
-    if not tracing() and following.device.type == "cpu":
-        _check_order(following, starts, kept)
+    given = to_rectangle((following >= 0).int(), starts, batch.max_query, batch.uniform)
+    # The first -1 of a row ends it; cells past its end hold 0 and end it too.
+    kept = given.cumprod(1).sum(1, dtype=torch.int32)
     return following.clamp(min=0).to(tokens), kept
-
-
-def _check_order(following: Tensor, starts: Tensor, kept: Tensor) -> None:
-    """`ValueError` for a row in which a token follows a -1."""
-    for row, (start, count) in enumerate(zip(starts.tolist(), kept.tolist(), strict=False)):
-        if (following[start : start + count] < 0).any():
-            raise ValueError(f"extend: row {row} has a next token after a -1; the places that count come first")
 
 
 def _starts(batch: Batch, device: torch.device) -> Int[Tensor, " ends"]:

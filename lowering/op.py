@@ -25,7 +25,7 @@ from . import registry
 from . import target as targets
 from .errors import LoweringError
 from .policy import MODE, Mode, Policy
-from .target import ELSEWHERE, TARGETS, Target
+from .target import TARGETS, Target
 from .weights import PreparedWeight
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -228,7 +228,7 @@ def op(body: Callable[..., Any]) -> Op:
 
 def _refusal(kernel: Kernel, target: Target, surroundings: str, args: Any, kwargs: Any) -> str | None:
     if not kernel.serves(target):
-        return f"{ELSEWHERE}{', '.join(kernel.targets)}; target is {target.name}"
+        return f"serves {', '.join(kernel.targets)}; target is {target.name}"
     owners = [value.kernels for value in (*args, *kwargs.values()) if isinstance(value, PreparedWeight)]
     if kernel.name != REFERENCE and any(kernel.name not in names for names in owners):
         return f"takes no weight that was prepared for {', '.join(owners[0])}"

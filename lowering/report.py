@@ -14,10 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from params import tree
 from params.spec import TensorSpec
 
+from . import registry
 from . import target as targets
+from .op import FUSED
 from .policy import MODE, Policy, check
 from .sheet import Sheet
-from .target import ELSEWHERE, Target
+from .target import Target
 from .trace import DryRun
 
 if TYPE_CHECKING:
@@ -33,6 +35,11 @@ class Row:
     refused: dict[str, str]
     target: str
     count: int = 0
+
+    def reasons(self) -> str:
+        """One line a kernel that was refused, but for those that were written for other targets."""
+        here = {kernel.name for kernel in registry.find(self.op).serving(self.target)}
+        return "\n".join(f"{name}: {why}" for name, why in self.refused.items() if name in here or name == FUSED)
 
 
 @dataclass
@@ -53,8 +60,7 @@ class Report:
         """The report as a table."""
         title = f"lowered to {', '.join(sorted({row.target for row in self.rows}))}"
         rows = [
-            (row.op, str(row.count), row.kernel, reasons(row.refused))
-            for row in sorted(self.rows, key=lambda row: row.op)
+            (row.op, str(row.count), row.kernel, row.reasons()) for row in sorted(self.rows, key=lambda row: row.op)
         ]
         return Sheet(title, ("op", "calls", "kernel", "refused before it"), rows, numbers=("calls",))
 
@@ -107,11 +113,6 @@ def dry(target: Target | None, policy: Policy, run: DryRun) -> Iterator[tuple[Fa
             yield fake, report
     finally:
         MODE.reset(token)
-
-
-def reasons(refused: dict[str, str]) -> str:
-    """One line a kernel, without those that were written for other machines."""
-    return "\n".join(f"{name}: {reason}" for name, reason in refused.items() if not reason.startswith(ELSEWHERE))
 
 
 def abstract(value: Any, fake: FakeTensorMode) -> Any:

@@ -23,7 +23,7 @@ from . import target as targets
 from .costs import Cost
 from .errors import CaptureError
 from .policy import MODE, Policy, check, use
-from .report import Report, abstract, dry, reasons
+from .report import Report, abstract, dry
 from .sheet import Sheet
 from .target import Target
 from .trace import Call, DryRun, Operator
@@ -256,12 +256,10 @@ def _kernels(program: Lowered) -> dict[tuple[str, int], _Cell]:
     for row in sorted(costs.rows, key=lambda row: -row.calls):
         if row.calls:
             place = sum(op == row.op for op, _ in found)
-            refused: dict[str, str] = {}
-            for choice in program.report.rows:
-                if (choice.op, choice.kernel) == (row.op, row.kernel):
-                    refused |= choice.refused
+            same = [choice for choice in program.report.rows if (choice.op, choice.kernel) == (row.op, row.kernel)]
+            refused = dict.fromkeys(line for choice in same for line in choice.reasons().splitlines())
             price = share(row.cost.bytes, costs.total.bytes), share(row.cost.flops, costs.total.flops)
-            found[row.op, place] = _Cell(str(row.calls), row.kernel, *price, reasons(refused))
+            found[row.op, place] = _Cell(str(row.calls), row.kernel, *price, "\n".join(refused))
     return found
 
 

@@ -59,9 +59,6 @@ TARGETS: dict[str, Target] = {
     )
 }
 
-ELSEWHERE = "serves "
-"""How the reason begins for which a kernel that was written for other targets is refused."""
-
 EVERY = tuple(name for name, target in TARGETS.items() if target.refused is None)
 """Names of the targets that are not refused: what a kernel of plain Torch operators serves."""
 

@@ -71,8 +71,8 @@ class MtpDraft:
     ) -> tuple[State, Carry]:
         """Take in what the model has just run: `out` and `batch` of its forward, and the token after each place.
 
-        Of each row the places before the -1s of `next_tokens` count: all of a prompt, of a verified window those that
-        were accepted, which is how `verify` gives them. A row of which none count keeps its `carry`. On the host,
+        Of each row the places before the first -1 of `next_tokens` count: all of a prompt, of a verified window those
+        that were accepted, which is how `verify` gives them. A row of which none count keeps its `carry`. On the host,
         `next_tokens` leave the state's lengths known there. Returns the head's state and the carry to propose from.
         Raises `ValueError` for an output or next tokens of another batch, `StateError` for a carry of other rows.
         """

@@ -11,18 +11,12 @@ value undefined. They say nothing about speed. What they rest on is listed in `d
         model.forward(params, state, batch)
 """
 
-from . import (  # noqa: F401 - they register the operators
-    activation,
-    attention,
-    cache,
-    conv,
-    delta,
-    matmul,
-    moe,
-    norm,
-    rotary,
-)
+from . import activation, attention, cache, conv, delta, matmul, moe, norm, rotary
 from .checks import OperatorError
 from .registration import OPERATORS, Operator, load
 
-__all__ = ["OPERATORS", "Operator", "OperatorError", "load"]
+# The modules register their operators when they are imported.
+__all__ = [
+    "OPERATORS", "Operator", "OperatorError", "activation", "attention", "cache", "conv", "delta", "load", "matmul",
+    "moe", "norm", "rotary",
+]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor
 
 import funcmodels as fm
 import lowering
-import params
 from lowering import OPS, LoweringError, Policy, ops
 from lowering.cases import Draw, Rows, delta, paged
 from lowering.dryrun import process, versions
@@ -44,7 +42,7 @@ A3B: dict[str, Any] = {
 
 def half(model: fm.Model) -> Any:
     """The specs of a bfloat16 model."""
-    return params.map(lambda leaf: replace(leaf, dtype=leaf.dtype or BF16), model.param_spec())
+    return model.param_spec(BF16)
 
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:

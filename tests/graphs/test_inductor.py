@@ -45,3 +45,16 @@ def test_compiled_calls_equal_plain_ones(kind: str) -> None:
         assert_rows_close(captured, plain)
     assert [leaf.data_ptr() for leaf in captured.pools()] == pool
     assert (step.captures, commit.captures) == (3, 1)
+
+
+@pytest.mark.compile
+@torch.no_grad()
+def test_what_was_lowered_under_a_policy_is_captured_under_it() -> None:
+    q, k, v = (torch.randn(6, heads, 8) for heads in (4, 2, 2))
+    rows: dict[str, Any] = {"max_query": 3, "uniform": True, "scale": 0.4}
+    args = (q, k, v, torch.tensor([0, 3, 6], dtype=torch.int32))
+    assert lowering.ops.attention.explain(*args, **rows).kernel.name == "torch_sdpa"
+    low = lowering.lower(lowering.ops.attention, *args, policy=lowering.Policy({"attention": "torch"}), **rows)
+    with lowering.record() as report:
+        low.compile()
+    assert {row.kernel for row in report.rows} == {"torch"}

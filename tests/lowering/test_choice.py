@@ -65,6 +65,24 @@ def test_the_first_kernel_that_takes_the_call_runs(doubled: Op) -> None:
     assert doubled.explain(torch.zeros(5), target="cuda").kernel.name == REFERENCE
 
 
+def test_a_printed_report_leaves_out_kernels_of_other_targets_alone(doubled: Op) -> None:
+    """By the targets of the kernel, not by how its reason begins; the rows keep every reason."""
+
+    def refuse(x: Tensor, *, times: int = 2) -> str:
+        return "serves nobody today"
+
+    @doubled.kernel("picky", targets=("cpu",), refuse=refuse)
+    def picky(x: Tensor, *, times: int = 2) -> Tensor:
+        return x
+
+    with lowering.record() as report:
+        doubled(torch.zeros(5))
+    (row,) = report.rows
+    assert set(row.refused) == {"small", "ascend", "picky"}
+    assert "picky: serves nobody today" in row.reasons() and "ascend" not in row.reasons()
+    assert "serves nobody today" in str(report)
+
+
 def test_a_kernel_asked_for_by_name_runs_or_raises(doubled: Op) -> None:
     """Never another in its place; the error gives the reason, the call and what else there is."""
     with lowering.use(test_doubled="small"), lowering.record() as report:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import funcmodels as fm
 import params
+from funcmodels.speculative import kept_tokens
 from tests.oracle import mtp
 from tests.oracle.mtp import MtpPair
 from tests.oracle.states import advance, refuses
@@ -180,3 +181,12 @@ def test_a_pool_without_pages_for_a_proposal_stays_as_it_was(case: Case) -> None
     assert pool.free == 1
     assert all(params.equal(fm.logical(dstate, row), before[row]) for row in range(2))
     assert case.propose(dstate, carry, 2)[0].tokens.shape == (2, 2)
+
+
+def test_the_first_minus_one_of_a_row_ends_it() -> None:
+    """Idle rows, rows of which nothing counts, and what stands in padding are no matter."""
+    batch = fm.Batch.from_lists([[1, 2, 3, 4], [], [5, 6], [7, 8, 9]]).pad(11)
+    following, kept = kept_tokens(batch, torch.tensor([7, -1, 7, 7, -1, -1, 3, 4, 5, 6, 6]))
+    assert kept.tolist() == [1, 0, 0, 3] and int(following.min()) == 0
+    uniform = fm.Batch.from_lists([[1, 2, 3], [4, 5, 6]])
+    assert kept_tokens(uniform, torch.tensor([[5, 6, -1], [-1, 8, 9]]))[1].tolist() == [2, 0]
