@@ -18,7 +18,7 @@ from params.names import qwen3_5 as names
 from . import state as states
 from .batch import Batch
 from .host_sides import forward_on_host
-from .models import qwen3_5
+from .models import qwen3_5, qwen3_5_mtp
 from .output import LogitsOf, Output
 from .pages import PagePool
 from .state import State
@@ -39,19 +39,22 @@ class MtpHead:
 
 @dataclass(frozen=True)
 class Family:
-    """What a model file provides. `names` is the table of its checkpoint names in `params.names`."""
+    """What a model file provides. `names` is the table of its checkpoint names in `params.names`.
+
+    `mtp` is None where the architecture has no multi-token prediction head.
+    """
 
     read_config: Callable[[Mapping[str, Any]], Any]
     param_spec: Callable[[Any], Any]
     init_entries: Callable[..., tuple[states.Entry, ...]]
     forward: Callable[..., tuple[Output, Any]]
     names: Any
-    mtp: MtpHead
+    mtp: MtpHead | None = None
 
 
 _QWEN3_5 = Family(
     qwen3_5.read_config, qwen3_5.param_spec, qwen3_5.init_entries, qwen3_5.forward, names.NAMES,
-    mtp=MtpHead(qwen3_5.mtp_entries, qwen3_5.mtp_forward, qwen3_5.mtp_logits),
+    mtp=MtpHead(qwen3_5_mtp.mtp_entries, qwen3_5_mtp.mtp_forward, qwen3_5_mtp.mtp_logits),
 )  # fmt: skip
 
 FAMILIES: dict[str, Family] = dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN3_5)

@@ -27,7 +27,7 @@ from params.tree import map, tree
 from .batch import Batch
 from .output import Output
 from .penalties import TokenCounts
-from .sampling import RowSampling, Sampling, adjusted, coins, finite, keys_of, law, sample
+from .sampling import DraftNoise, RowSampling, Sampling, adjusted, coins, finite, keys_of, law, sample
 from .state import State
 
 
@@ -223,6 +223,8 @@ class Draft(Protocol):
         """Take in what the model has just run, and the token after each place."""
         ...
 
-    def propose(self, params: Any, state: State, carry: Carry, steps: int = 3) -> tuple[Proposal, State]:
-        """`steps` tokens after each row's newest."""
+    def propose(
+        self, params: Any, state: State, carry: Carry, steps: int = 3, noise: DraftNoise | None = None
+    ) -> tuple[Proposal, State]:
+        """`steps` tokens after each row's newest: the likeliest, or drawn with `noise`."""
         ...

@@ -22,4 +22,4 @@ def draft(model: Model, kind: str) -> MtpDraft:
 
 def default_draft(model: Model) -> str:
     """What drafts for `model` if nobody says: `"mtp"` where it has such a head, else `"none"`."""
-    return "mtp" if model.config.mtp_num_hidden_layers else "none"
+    return "mtp" if model.family.mtp is not None and model.config.mtp_num_hidden_layers else "none"

@@ -19,7 +19,7 @@ from lowering import host_side
 from ..batch import Batch, check_room
 from ..errors import StateError
 from ..host_sides import extend_on_host, propose_on_host
-from ..model import Model, S, at_least_one
+from ..model import Model, MtpHead, S, at_least_one
 from ..output import LogitsOf, Output
 from ..sampling import DraftNoise
 from ..speculative import Carry, Proposal, kept_tokens
@@ -31,6 +31,13 @@ class MtpDraft:
     """The draft head of `model`. Holds no tensors: its parameters are those of the model, `params.mtp`."""
 
     model: Model
+
+    @property
+    def head(self) -> MtpHead:
+        """The head's functions. `ValueError` for a model of a family that has none."""
+        if self.model.family.mtp is None:
+            raise ValueError(f"draft: models of type {self.model.config_json['model_type']!r} have no mtp head")
+        return self.model.family.mtp
 
     def forward(
         self,
@@ -46,9 +53,7 @@ class MtpDraft:
 
         The logits at a place are those of the token two places on. `state=None` computes the batch alone, for training.
         """
-        return self.model.family.mtp.forward(
-            self.model.config, params, state, batch, hidden, logits=logits, keep_steps=keep_steps
-        )
+        return self.head.forward(self.model.config, params, state, batch, hidden, logits=logits, keep_steps=keep_steps)
 
     def init_state(self, state: State) -> State:
         """An empty state of the head for the rows of `state`, which must be empty too (`StateError` if not)."""
@@ -57,7 +62,7 @@ class MtpDraft:
                 f"the state already holds tokens ({list(state.host.lengths)}) that the draft has not seen; make the "
                 "draft's state from the empty state, and extend it with every forward"
             )
-        return like(state, lambda *sizes: self.model.family.mtp.init_entries(self.model.config, *sizes))
+        return like(state, lambda *sizes: self.head.init_entries(self.model.config, *sizes))
 
     @host_side(extend_on_host)
     def extend(
@@ -115,7 +120,7 @@ class MtpDraft:
                 batch = Batch.from_tokens(drafts[-1], [1] * state.rows, after)
                 out, after = self.forward(params, after, batch, hidden, logits=None)
                 hidden = out.hidden
-            logits = self.model.family.mtp.logits(params, hidden)
+            logits = self.head.logits(params, hidden)
             if noise is None:
                 drafts.append(logits.argmax(-1))
                 continue

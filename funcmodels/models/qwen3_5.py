@@ -116,15 +116,6 @@ def init_entries(
     )
 
 
-def mtp_entries(
-    config: Qwen35Config, rows: int, pages: int, page_size: int,
-    dtype: torch.dtype, recurrent_dtype: torch.dtype, device: torch.device,
-) -> tuple[Entry, ...]:  # fmt: skip
-    """One empty entry a layer of the draft head, all of them attention."""
-    kv = (pages, page_size, config.num_key_value_heads, config.head_dim, dtype, device)
-    return tuple(key_value_pages(*kv) for _ in range(config.mtp_num_hidden_layers))
-
-
 def forward(
     config: Qwen35Config,
     params: Qwen35Params,
@@ -139,39 +130,11 @@ def forward(
     taps = Taps(outputs, _tap_names(config))
     step = begin(state, batch, keep_steps)
     x = ops.embedding(batch.tokens, params.embed.weight)
-    hidden, entries = _layers(config, params.layers, params.norm, x, batch, step, taps)
-    return Output(head_logits(hidden, _head(params), step, logits), hidden, taps.taken()), finish(step, entries)
+    hidden, entries = decoder_layers(config, params.layers, params.norm, x, batch, step, taps)
+    return Output(head_logits(hidden, head_weight(params), step, logits), hidden, taps.taken()), finish(step, entries)
 
 
-def mtp_forward(
-    config: Qwen35Config,
-    params: Qwen35Params,
-    state: State | None,
-    batch: Batch,
-    hidden: Float[Tensor, "tokens hidden"],
-    *,
-    logits: LogitsOf = "all",
-    keep_steps: bool = False,
-) -> tuple[Output, State | None]:
-    """The multi-token prediction head: from `hidden` after a token and the next token, the one after that.
-
-    `batch` holds the next tokens; `hidden` is the model's after its final norm, or the head's own at the place before.
-    `state` has the head's keys and values. Source: `Qwen3_5MultiTokenPredictor` as serving engines run it; the head
-    shares embedding and output projection with the model.
-    """
-    mtp = params.mtp
-    if mtp is None:
-        raise ValueError("mtp_forward: these parameters have no mtp head; load a checkpoint whose config has one")
-    step = begin(state, batch, keep_steps)
-    eps = config.rms_norm_eps
-    embedded = ops.gemma_rms_norm(ops.embedding(batch.tokens, params.embed.weight), mtp.embed_norm.weight, eps=eps)
-    normed = ops.gemma_rms_norm(hidden, mtp.hidden_norm.weight, eps=eps)
-    x = ops.linear(torch.cat((embedded, normed), -1), mtp.fc.weight)
-    hidden, entries = _layers(config, mtp.layers, mtp.norm, x, batch, step, Taps((), ()))
-    return Output(head_logits(hidden, _head(params), step, logits), hidden, {}), finish(step, entries)
-
-
-def _layers(
+def decoder_layers(
     config: Qwen35Config, layers: Sequence[Layer], norm: Norm, x: Float[Tensor, "tokens hidden"],
     batch: Batch, step: Step, taps: Taps,
 ) -> tuple[Float[Tensor, "tokens hidden"], list[Entry | None]]:  # fmt: skip
@@ -191,12 +154,7 @@ def _layers(
     return normed, entries
 
 
-def mtp_logits(params: Qwen35Params, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
-    """Logits of hidden states that `mtp_forward` returned."""
-    return ops.linear(hidden, _head(params))
-
-
-def _head(params: Qwen35Params) -> Any:
+def head_weight(params: Qwen35Params) -> Any:
     """The output projection's weight: its own, or the embedding's where the two are tied."""
     if params.head is not None:
         return params.head.weight

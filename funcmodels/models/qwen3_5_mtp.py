@@ -1,0 +1,62 @@
+"""The draft head of Qwen3.5 and Qwen3.6: one more decoder layer that predicts the token after the next.
+
+Its parameters are `Qwen35Params.mtp`; embedding and output projection are the model's. `MtpDraft` drafts with it.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lowering import ops
+
+from ..attention.gqa import key_value_pages
+from ..batch import Batch
+from ..output import LogitsOf, Output, Taps, head_logits
+from ..state import Entry, State
+from ..step import begin, finish
+from .qwen3_5 import Qwen35Params, decoder_layers, head_weight
+from .qwen3_5_config import Qwen35Config
+
+
+def mtp_entries(
+    config: Qwen35Config, rows: int, pages: int, page_size: int,
+    dtype: torch.dtype, recurrent_dtype: torch.dtype, device: torch.device,
+) -> tuple[Entry, ...]:  # fmt: skip
+    """One empty entry a layer of the draft head, all of them attention."""
+    kv = (pages, page_size, config.num_key_value_heads, config.head_dim, dtype, device)
+    return tuple(key_value_pages(*kv) for _ in range(config.mtp_num_hidden_layers))
+
+
+def mtp_forward(
+    config: Qwen35Config,
+    params: Qwen35Params,
+    state: State | None,
+    batch: Batch,
+    hidden: Float[Tensor, "tokens hidden"],
+    *,
+    logits: LogitsOf = "all",
+    keep_steps: bool = False,
+) -> tuple[Output, State | None]:
+    """The multi-token prediction head: from `hidden` after a token and the next token, the one after that.
+
+    `batch` holds the next tokens; `hidden` is the model's after its final norm, or the head's own at the place before.
+    `state` has the head's keys and values. Source: `Qwen3_5MultiTokenPredictor` as serving engines run it; the head
+    shares embedding and output projection with the model.
+    """
+    mtp = params.mtp
+    if mtp is None:
+        raise ValueError("mtp_forward: these parameters have no mtp head; load a checkpoint whose config has one")
+    step = begin(state, batch, keep_steps)
+    eps = config.rms_norm_eps
+    embedded = ops.gemma_rms_norm(ops.embedding(batch.tokens, params.embed.weight), mtp.embed_norm.weight, eps=eps)
+    normed = ops.gemma_rms_norm(hidden, mtp.hidden_norm.weight, eps=eps)
+    x = ops.linear(torch.cat((embedded, normed), -1), mtp.fc.weight)
+    hidden, entries = decoder_layers(config, mtp.layers, mtp.norm, x, batch, step, Taps((), ()))
+    return Output(head_logits(hidden, head_weight(params), step, logits), hidden, {}), finish(step, entries)
+
+
+def mtp_logits(params: Qwen35Params, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
+    """Logits of hidden states that `mtp_forward` returned."""
+    return ops.linear(hidden, head_weight(params))
