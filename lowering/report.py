@@ -28,16 +28,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class Row:
-    """One op with one choice: how often it was called, the kernel it got, and why others were refused."""
+    """One op with one choice: how often it was called, the kernel it got, and why others were refused.
+
+    With `asked` the kernel was named by the policy, and no other was looked at.
+    """
 
     op: str
     kernel: str
     refused: dict[str, str]
-    target: str
+    target: Target
     count: int = 0
+    asked: bool = False
 
     def reasons(self) -> str:
         """One line a kernel that was refused, but for those that were written for other targets."""
+        if self.asked:
+            return "asked for by name"
         here = {kernel.name for kernel in registry.find(self.op).serving(self.target)}
         return "\n".join(f"{name}: {why}" for name, why in self.refused.items() if name in here or name == FUSED)
 
@@ -50,15 +56,16 @@ class Report:
 
     def add(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count one call."""
-        for row in self.rows:
-            if (row.op, row.kernel, row.refused) == (choice.op, choice.kernel.name, choice.refused):
-                row.count += 1
-                return
-        self.rows.append(Row(choice.op, choice.kernel.name, choice.refused, choice.target.name, 1))
+        asked = choice.op in MODE.get().policy.prefer
+        new = Row(choice.op, choice.kernel.name, choice.refused, choice.target, asked=asked)
+        row = next((row for row in self.rows if replace(row, count=0) == new), new)
+        if row is new:
+            self.rows.append(new)
+        row.count += 1
 
     def sheet(self) -> Sheet:
         """The report as a table."""
-        title = f"lowered to {', '.join(sorted({row.target for row in self.rows}))}"
+        title = f"lowered to {', '.join(sorted({row.target.described for row in self.rows}))}"
         rows = [
             (row.op, str(row.count), row.kernel, row.reasons()) for row in sorted(self.rows, key=lambda row: row.op)
         ]

@@ -35,6 +35,11 @@ class Target:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def described(self) -> str:
+        """The name, and the version of torch_npu that is taken to be there."""
+        return f"{self.name} (torch_npu {self.torch_npu})" if self.torch_npu else self.name
+
 
 KIB = 1024
 DEFAULT_TORCH_NPU = "2.13.0"

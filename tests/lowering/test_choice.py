@@ -283,7 +283,7 @@ def test_explain_takes_specs_and_fake_tensors() -> None:
     """A model without weights, and tensors without storage."""
     specs = (TensorSpec((3, 8)), TensorSpec((8, 8)), TensorSpec((8,), dtype=torch.float32))
     report = lowering.explain(layer, *specs, target="ascend950")
-    assert {row.target for row in report.rows} == {"ascend950"}
+    assert {row.target.name for row in report.rows} == {"ascend950"}
     with FakeTensorMode() as mode:
         fakes = [torch.empty(3, 8), torch.empty(8, 8), torch.empty(8)]
     with mode:
@@ -299,6 +299,15 @@ def test_explain_checks_its_policy() -> None:
     ):
         with pytest.raises(LoweringError, match=message):
             lowering.explain(ops.linear, *args, policy=Policy(prefer))
+
+
+def test_explain_says_which_kernels_were_asked_for_by_name() -> None:
+    """And of which torch_npu the operators are taken to be."""
+    args = (torch.empty(3, 8, device="meta"), TensorSpec((8, 8)), TensorSpec((8,)))
+    machine = lowering.target.named("ascend950", torch_npu="2.10.0")
+    report = lowering.explain(layer, *args, target=machine, policy=Policy({"rms_norm": "torch"}))
+    assert {row.op: row.reasons() == "asked for by name" for row in report.rows} == {"linear": False, "rms_norm": True}
+    assert "lowered to ascend950 (torch_npu 2.10.0)" in str(report)
 
 
 def test_explain_takes_meta_tensors_beside_specs() -> None:
@@ -325,7 +334,7 @@ def test_explain_takes_a_state_on_meta(experts: int) -> None:
         report = lowering.explain(
             model.forward, model.param_spec(), state, fm.Batch.from_lists([[1, 2], [3]]), target=target
         )
-        assert {row.target for row in report.rows} == {target}
+        assert {row.target.name for row in report.rows} == {target}
         assert {"gated_delta_rule", "paged_attention"} <= {row.op for row in report.rows}
 
 
