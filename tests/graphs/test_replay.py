@@ -15,16 +15,29 @@ import lowering
 from lowering import graphs
 from tests.graphs.twins import Twins, plain_kernels
 from tests.oracle.mtp import small
+from tests.oracle.qwen3_5 import Pair
 from tests.oracle.states import advance
 
 ROWS = 3
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-@pytest.mark.parametrize(("seed", "pages", "checked"), [(1, None, False), (2, 30, True), (3, 30, False)])
+def bundled() -> Pair:
+    """The trained model, which nothing here compares with transformers."""
+    model, params = fm.load("bundled", dtype=torch.float32)
+    return Pair(None, model, params)
+
+
+POOLS = ((1, None, False), (2, 30, True), (3, 30, False))
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed", "pages", "checked"),
+    [*(("dense", *pool) for pool in POOLS), *(("moe", *pool) for pool in POOLS), ("bundled", 4, 30, False)],
+)
 @pytest.mark.filterwarnings("ignore::lowering.RecaptureWarning")
 def test_replays_equal_plain_calls(kind: str, seed: int, pages: int | None, checked: bool) -> None:
-    twins = Twins(small(kind), seed, rows=ROWS, max_len=40, page_size=3, pages=pages, checked=checked)
+    one = bundled() if kind == "bundled" else small(kind)
+    twins = Twins(one, seed, rows=ROWS, max_len=40, page_size=3, pages=pages, checked=checked)
     draw = twins.draw
     moves = ["prefill", "decode", "verify", "windows", "fork", "select", "release", "poison", *["decode", "verify"] * 3]
     draw.shuffle(moves)
