@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    HostInt = int
+else:
+    # It computes as an integer does; a branch on one is what a trace refuses.
+    HostInt = int | torch.SymInt
+"""A number on the host; while a captured call is traced, a symbol that others can be computed from."""
 
 
 @dataclass(frozen=True)
@@ -14,20 +23,38 @@ class HostLengths:
     `query[r]` is the number of new tokens of row r, `length[r]` its length with them: exact, or an upper bound when
     `exact` is false (after a commit whose accepted counts stayed on the device). `pages[r]` are the page ids that
     row r holds, in order; `fits` says that the pool has as many as all rows hold, those they share counted for each. It
-    takes no part in a tree's structure, and only `exact` and `fits` can sway a choice of kernel.
+    takes no part in a tree's structure. Only `exact`, `fits` and whether lengths are symbols can sway a choice of
+    kernel.
+
+    While a captured call is traced, lengths are symbols: lists computed from them (with `+`, `torch.sym_min` and the
+    like) are computed anew in each replay, a branch on one raises `CaptureError`, and `pages` is empty.
     """
 
-    query: tuple[int, ...]
-    length: tuple[int, ...]
+    query: tuple[HostInt, ...]
+    length: tuple[HostInt, ...]
     pages: tuple[tuple[int, ...], ...]
     exact: bool
     fits: bool = True
 
-    def static_key(self) -> tuple[bool, bool]:
+    def static_key(self) -> tuple[bool, bool, bool]:
         """What a choice of kernel may depend on."""
-        return self.exact, self.fits
+        return self.exact, self.fits, bool(self.length) and isinstance(self.length[0], torch.SymInt)
 
 
 def tracing() -> bool:
     """Whether operators are being recorded instead of run, so that values cannot be read and nothing may be kept."""
     return bool(torch._C._len_torch_dispatch_stack()) or torch.compiler.is_compiling()
+
+
+def symbolic(values: Iterable[HostInt]) -> bool:
+    """Whether any of these host values is a symbol, so that what the host checks has been checked already."""
+    return any(isinstance(value, torch.SymInt) for value in values)
+
+
+def known_equal(one: HostInt, other: HostInt) -> bool:
+    """Whether two host values are equal; of symbols, whether they are for all values."""
+    if isinstance(one, int) and isinstance(other, int):
+        return one == other
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(one == other)

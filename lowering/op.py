@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import SUPPORTED_NODES
 
 from params import tree
 
@@ -30,6 +31,9 @@ from .weights import PreparedWeight
 
 F = TypeVar("F", bound=Callable[..., Any])
 Refusal = Callable[..., "str | None"]
+Order = Callable[..., "tuple[tuple[str, ...], str]"]
+"""From a call's arguments, of which only shapes, dtypes and static ones may be read, to the names of kernels in the
+order to try them, and one sentence that says why."""
 
 REFERENCE = "torch"
 FUSED = "fused"
@@ -78,19 +82,27 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel that a call gets, and for each kernel tried before it the reason it was refused."""
+    """The kernel that a call gets, and why not those tried before it, nor those that a rule of order puts later.
+
+    `asked` is the op whose preference named the kernel: this one, or one that it contains; None without a preference.
+    """
 
     op: str
     kernel: Kernel
     refused: dict[str, str]
     target: Target
+    asked: str | None = None
 
 
 class Op:
-    """A dispatchable function. Call it; `explain` it; register kernels on it with `kernel`."""
+    """A dispatchable function. Call it; `explain` it; register kernels on it with `kernel`.
 
-    def __init__(self, body: Callable[..., Any]) -> None:
+    `contains` names ops that are part of what it computes: a preference for one of them holds here too.
+    """
+
+    def __init__(self, body: Callable[..., Any], contains: tuple[str, ...] = ()) -> None:
         functools.update_wrapper(self, body)
+        self.contains = contains
         self.name = body.__name__
         self.body = body
         self.signature = inspect.signature(body)
@@ -99,6 +111,7 @@ class Op:
         self._choices: dict[Any, Choice] = {}
         self.dry_results: dict[Any, Any] = {}
         self.lacking: dict[str, str] = {}
+        self.orders: dict[str, Order] = {}
         registry.add(self)
 
     def __repr__(self) -> str:
@@ -143,7 +156,7 @@ class Op:
         prepare: Callable[[Any], Any] | None = None,
         operators: tuple[str, ...] = (),
     ) -> Callable[[F], F]:
-        """Register a kernel. Kernels are tried in the order registered, the reference last."""
+        """Register a kernel. Kernels are tried in the order registered, the reference last; see `order_by`."""
 
         def register(run: F) -> F:
             if name in self.kernels:
@@ -160,6 +173,27 @@ class Op:
             self._choices.clear()
             self.dry_results.clear()
             return run
+
+        return register
+
+    def order_by(self, targets: tuple[str, ...]) -> Callable[[Order], Order]:
+        """Register the rule that orders the kernels on these targets by a call's shapes.
+
+        The rule has the op's signature and returns names of kernels and one sentence that says why. Those that it does
+        not name are tried after them, in the order registered. A kernel that a policy asks for is tried alone.
+        """
+
+        def register(rule: Order) -> Order:
+            if list(inspect.signature(rule).parameters) != list(self.signature.parameters):
+                raise LoweringError(
+                    f"{self.name}: the rule of order takes {inspect.signature(rule)}, the op takes {self.signature}"
+                )
+            for target in targets:
+                if target in self.orders:
+                    raise LoweringError(f"{self.name}: a rule of order for {target} is given twice")
+                self.orders[target] = rule
+            self._choices.clear()
+            return rule
 
         return register
 
@@ -193,24 +227,34 @@ class Op:
         """Try the kernels in order; `LoweringError` when the policy leaves none."""
         target = mode.target or targets.of_device(_device(args, kwargs))
         surroundings = "" if mode.dry is not None else surroundings or _without_values(args, kwargs)
-        asked = mode.policy.prefer.get(self.name)
-        tried = [self.kernel_named(asked)] if asked else list(self.kernels.values())
+        source, asked = mode.policy.asked(self) or (None, None)
+        ordered, why = self._ordered(target, args, kwargs) if asked is None else ([self.kernel_named(asked)], "")
+        rest = [] if asked else [kernel for kernel in self.kernels.values() if kernel not in ordered]
         refused = {FUSED: self.lacking[target.name]} if target.name in self.lacking and asked is None else {}
-        for kernel in tried:
+        for at, kernel in enumerate((*ordered, *rest)):
             if kernel.name == REFERENCE and mode.policy.strict and asked is None:
                 refused[kernel.name] = "strict=True leaves the Torch reference out"
                 continue
             reason = _refusal(kernel, target, surroundings, args, kwargs)
             if reason is None:
-                return Choice(self.name, kernel, refused, target)
+                passed_over = {later.name: why for later in ordered[at + 1 :] if later.serves(target)}
+                return Choice(self.name, kernel, refused | passed_over, target, source)
             refused[kernel.name] = reason
         if asked is not None and not self.kernels[asked].serves(target):
             raise LoweringError(self._elsewhere(self.kernels[asked], mode, surroundings, args, kwargs))
-        raise LoweringError(_no_kernel(self, target, asked, refused, args, kwargs))
+        raise LoweringError(_no_kernel(self, target, source, asked, refused, args, kwargs))
+
+    def _ordered(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Kernel], str]:
+        """The kernels that the target's rule of order names for this call, and the rule's sentence."""
+        if target.name not in self.orders:
+            return [], ""
+        names, why = self.orders[target.name](*args, **kwargs)
+        return [self.kernel_named(name) for name in names], why
 
     def _elsewhere(self, kernel: Kernel, mode: Mode, surroundings: str, args: Any, kwargs: Any) -> str:
         """What to say of a kernel asked for by name that was written for other targets."""
-        prefer = {name: asked for name, asked in mode.policy.prefer.items() if name != self.name}
+        governing = (self.name, *self.contains)
+        prefer = {name: asked for name, asked in mode.policy.prefer.items() if name not in governing}
         target = mode.target or targets.of_device(_device(args, kwargs))
         free = Mode(Policy(prefer, mode.policy.strict), target, dry=mode.dry)
         *others, last = kernel.targets
@@ -221,9 +265,17 @@ class Op:
         )
 
 
-def op(body: Callable[..., Any]) -> Op:
-    """Make a typed function an op: its body is the reference, its name the name users type."""
-    return Op(body)
+@overload
+def op(body: Callable[..., Any]) -> Op: ...
+@overload
+def op(*, contains: tuple[str, ...]) -> Callable[[Callable[..., Any]], Op]: ...
+def op(body: Callable[..., Any] | None = None, *, contains: tuple[str, ...] = ()) -> Op | Callable[..., Op]:
+    """Make a typed function an op: its body is the reference, its name the name users type.
+
+    With `contains=("gemma_rms_norm",)` a preference for a kernel of that op holds for this one too, where it has a
+    kernel of that name and nobody asked for one of its own.
+    """
+    return functools.partial(Op, contains=contains) if body is None else Op(body, contains)
 
 
 def _refusal(kernel: Kernel, target: Target, surroundings: str, args: Any, kwargs: Any) -> str | None:
@@ -252,11 +304,15 @@ def _refusal(kernel: Kernel, target: Target, surroundings: str, args: Any, kwarg
     return None if kernel.refuse is None else kernel.refuse(*args, **kwargs)
 
 
-def _no_kernel(op: Op, target: Target, asked: str | None, refused: dict[str, str], args: Any, kwargs: Any) -> str:
+def _no_kernel(
+    op: Op, target: Target, source: str | None, asked: str | None, refused: dict[str, str], args: Any, kwargs: Any
+) -> str:
     names = list(op.signature.parameters)
     shown = [f"{name}={tree.describe(value)}" for name, value in zip(names, args, strict=False)]
     shown += [f"{name}={tree.describe(value)}" for name, value in kwargs.items()]
     head = f"kernel {asked!r} was asked for by name" if asked else "no kernel takes this call"
+    if source is not None and source != op.name:
+        head += f", for every op that contains {source},"
     fix = f'allow its reference with lowering.use({op.name}="{REFERENCE}"), or leave strict=True out'
     if asked:
         others = [name for name, kernel in op.kernels.items() if name != asked and kernel.serves(target)]
@@ -301,12 +357,21 @@ def _surroundings() -> str:
 
 
 def _records_gradients(args: tuple[Any, ...]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
+    return torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(args))
 
 
 def _without_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    tensors = _tensors((*args, *kwargs.values()))
     return "a tensor without values" if any(x.is_meta or isinstance(x, FakeTensor) for x in tensors) else ""
+
+
+def _tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:
+    """The tensors among `values`, and in those that are trees."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value) in SUPPORTED_NODES:
+            yield from (leaf for leaf in tree.leaves(value) if isinstance(leaf, Tensor))
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

@@ -2,7 +2,8 @@
 
 A policy is a value. It is set for a block of code with `use`, or for a process with the environment variable
 `FUNCMODELS_LOWERING="linear=torch,attention=torch_sdpa"`. A kernel asked for by name runs or raises; it never falls
-back.
+back. What is asked of an op also holds for the ops that contain it: `gemma_rms_norm="torch"` turns the native norm on
+wherever it occurs, in `add_gemma_rms_norm` too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .errors import LoweringError
 from .target import Target
 
 if TYPE_CHECKING:
+    from .op import Op
     from .report import Report
     from .trace import DryRun
 
@@ -34,6 +36,16 @@ class Policy:
 
     def __hash__(self) -> int:
         return hash((tuple(sorted(self.prefer.items())), self.strict))
+
+    def asked(self, op: Op) -> tuple[str, str] | None:
+        """The op whose preference governs `op`, and the kernel it names; None where nobody asked.
+
+        Its own preference comes first, then that of an op it contains, if `op` has a kernel of the name.
+        """
+        if op.name in self.prefer:
+            return op.name, self.prefer[op.name]
+        found = ((name, self.prefer[name]) for name in op.contains if name in self.prefer)
+        return next(((name, kernel) for name, kernel in found if kernel in op.kernels), None)
 
 
 _MODE_KEYS: dict[tuple[Policy, Target | None, bool], int] = {}

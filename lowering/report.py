@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Row:
     """One op with one choice: how often it was called, the kernel it got, and why others were refused.
 
-    With `asked` the kernel was named by the policy, and no other was looked at.
+    With `asked` the policy named the kernel for that op, this one or one that it contains, and no other was looked at.
     """
 
     op: str
@@ -38,12 +38,12 @@ class Row:
     refused: dict[str, str]
     target: Target
     count: int = 0
-    asked: bool = False
+    asked: str | None = None
 
     def reasons(self) -> str:
         """One line a kernel that was refused, but for those that were written for other targets."""
-        if self.asked:
-            return "asked for by name"
+        if self.asked is not None:
+            return "asked for by name" + ("" if self.asked == self.op else f", of {self.asked}")
         here = {kernel.name for kernel in registry.find(self.op).serving(self.target)}
         return "\n".join(f"{name}: {why}" for name, why in self.refused.items() if name in here or name == FUSED)
 
@@ -56,8 +56,7 @@ class Report:
 
     def add(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count one call."""
-        asked = choice.op in MODE.get().policy.prefer
-        new = Row(choice.op, choice.kernel.name, choice.refused, choice.target, asked=asked)
+        new = Row(choice.op, choice.kernel.name, choice.refused, choice.target, asked=choice.asked)
         row = next((row for row in self.rows if replace(row, count=0) == new), new)
         if row is new:
             self.rows.append(new)

@@ -34,12 +34,16 @@ BETWEEN = "between ops"
 
 @dataclass(frozen=True)
 class CostRow:
-    """An op with the kernel it got: how often it is called, and what all these calls cost together."""
+    """An op with the kernel it got: how often it is called, and what all these calls cost together.
+
+    `fused` is the number of operator calls in them that are not Torch's own.
+    """
 
     op: str
     kernel: str
     calls: int
     cost: Cost
+    fused: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,11 @@ class Costs:
         """As a table, the most expensive first."""
         total = self.total
         rows = [
-            (row.op, row.kernel, str(row.calls), tree.size(row.cost.bytes), share(row.cost.bytes, total.bytes),
-             flops(row.cost.flops), share(row.cost.flops, total.flops))
+            (row.op, row.kernel, str(row.calls), str(row.fused or ""), tree.size(row.cost.bytes),
+             share(row.cost.bytes, total.bytes), flops(row.cost.flops), share(row.cost.flops, total.flops))
             for row in sorted(self.rows, key=lambda row: -row.cost.bytes)
         ]  # fmt: skip
-        columns = ("op", "kernel", "calls", "bytes", "share of bytes", "FLOPs", "share of FLOPs")
+        columns = ("op", "kernel", "calls", "fused operators", "bytes", "share of bytes", "FLOPs", "share of FLOPs")
         return Sheet("cost", columns, rows, numbers=columns[2:], notes=(_memory(self.argument_bytes),))
 
     def __repr__(self) -> str:
@@ -89,7 +93,8 @@ class Lowered:
         """The function as `jit` captures it, captured for these arguments. `CaptureError` for another machine's."""
         if self.capture is None:
             raise CaptureError(
-                f"compile: lowered to {self.target}; captures run on the CPU of this machine only so far"
+                f"compile: lowered to {self.target}, and the arguments lie elsewhere; move them to a device of type "
+                f"{self.target.device!r}, or lower to the machine that they are on"
             )
         return self.capture()
 
@@ -102,7 +107,10 @@ class Lowered:
         found: dict[tuple[str, str], CostRow] = {}
         for call in self.calls:
             before = found.get((call.op, call.kernel), CostRow(call.op, call.kernel, 0, Cost()))
-            row = CostRow(call.op, call.kernel, before.calls + call.count, before.cost + call.cost)
+            fused = call.count * sum(not operator.name.startswith("aten.") for operator in call.operators)
+            row = CostRow(
+                call.op, call.kernel, before.calls + call.count, before.cost + call.cost, before.fused + fused
+            )
             found[call.op, call.kernel] = row
         rest = sum((operator.cost for operator in self.between), Cost())
         rows = (*found.values(), CostRow(BETWEEN, "", len(self.between), rest))
@@ -170,12 +178,13 @@ def lower(
     if chosen.device == "npu":
         from . import dryrun
 
-        return dryrun.lower(function, args, kwargs, chosen, chosen_policy)
-    run = DryRun()
-    with dry(chosen, chosen_policy, run) as (fake, report), torch.no_grad():
-        run.program(function, abstract(args, fake), abstract(kwargs, fake))
-    found = lowered(chosen, f"torch {torch.__version__}", run, report, argument_bytes(function, args, kwargs))
-    if chosen.device != "cpu":
+        found = dryrun.lower(function, args, kwargs, chosen, chosen_policy)
+    else:
+        run = DryRun()
+        with dry(chosen, chosen_policy, run) as (fake, report), torch.no_grad():
+            run.program(function, abstract(args, fake), abstract(kwargs, fake))
+        found = lowered(chosen, f"torch {torch.__version__}", run, report, argument_bytes(function, args, kwargs))
+    if _device_of((args, kwargs)).type.replace("meta", "cpu") != chosen.device:
         return found
     return replace(found, capture=partial(_captured, function, args, kwargs, chosen_policy))
 
@@ -188,8 +197,12 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def _target_of(arguments: Any) -> Target:
+    return targets.of_device(_device_of(arguments))
+
+
+def _device_of(arguments: Any) -> torch.device:
     devices = [leaf.device for leaf in tree.leaves(arguments) if isinstance(leaf, Tensor)]
-    return targets.of_device(devices[0] if devices else torch.device("cpu"))
+    return devices[0] if devices else torch.device("cpu")
 
 
 def lowered(target: Target, through: str, run: DryRun, report: Report, sizes: dict[str, int]) -> Lowered:

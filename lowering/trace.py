@@ -158,7 +158,9 @@ class DryRun:
 
 
 def _callable_here(kernel: Kernel) -> bool:
-    return all(hasattr(torch.ops.npu, name) for name in getattr(kernel, "operators", ()))
+    from .npu.features import registered
+
+    return all(registered(name) for name in getattr(kernel, "operators", ()))
 
 
 def shown_arguments(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str] = ()) -> str:
