@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from lowering.host import HostInt, symbolic
 from params.tree import off_tree, static, tree, unchecked
 
 from .errors import StateError
@@ -34,7 +35,7 @@ class Batch:
     positions: Int[Tensor, "axes tokens"] | None = None
     max_query: int = static(kw_only=True)
     uniform: bool = static(default=False)
-    counts: tuple[int, ...] = off_tree(default=())
+    counts: tuple[HostInt, ...] = off_tree(default=())
 
     @property
     def rows(self) -> int:
@@ -98,22 +99,44 @@ class Batch:
             max_query=self.max_query if max_query is None else max_query, uniform=uniform, counts=self.counts,
         )  # fmt: skip
 
+    def host_ints(self) -> tuple[HostInt, ...]:
+        """What the host knows of the rows and changes from call to call: the counts, which a uniform batch fixes."""
+        return () if self.uniform else self.counts
+
+    def with_host_ints(self, values: tuple[HostInt, ...]) -> Batch:
+        """The batch as if these were its `host_ints`."""
+        fixed = (self.max_query,) * self.rows if self.uniform else values
+        return unchecked(Batch, **vars(self) | {"counts": fixed})
+
+    def host_facts(self) -> tuple[bool, ...]:
+        """Whether the counts are known, which a choice of kernel may depend on."""
+        return (self.uniform or bool(self.counts),)
+
+    def without_host(self) -> Batch:
+        """The batch without its counts."""
+        return unchecked(Batch, **vars(self) | {"counts": ()})
+
     def idle(self, tokens: int, max_query: int, uniform: bool) -> Batch:
         """A batch of as many rows and this size whose tokens are all padding: to capture with, not to run."""
         positions = self.positions
         return unchecked(
             Batch, tokens=self.tokens.new_zeros(tokens), query_start=torch.zeros_like(self.query_start),
             positions=None if positions is None else positions.new_zeros(positions.shape[0], tokens),
-            max_query=max_query, uniform=uniform, counts=(0,) * self.rows,
+            max_query=max_query, uniform=uniform, counts=(max_query if uniform else 0,) * self.rows,
         )  # fmt: skip
 
 
-def check_room(state: State, counts: Sequence[int]) -> None:
-    """`StateError` unless there is one count a row, `ValueError` when a row would outgrow the state's `max_len`."""
+def check_room(state: State, counts: Sequence[HostInt]) -> None:
+    """`StateError` unless there is one count a row, `ValueError` when a row would outgrow the state's `max_len`.
+
+    Symbols are not compared: where a captured call is traced, its host side has checked their values.
+    """
     if len(counts) != state.rows:
         raise StateError(
             f"the batch has {len(counts)} rows, the state has {state.rows}; give one list a row ([] idles)"
         )
+    if symbolic((*state.host.lengths, *counts)):
+        return
     for row, (held, count) in enumerate(zip(state.host.lengths, counts, strict=True)):
         if held + count > state.max_len:
             bound = "" if state.host.exact else "at most "

@@ -4,6 +4,8 @@
     verdict, state, drafted, carry = step(params, state, drafted, carry, sampling, requests, most)
 
 Nothing in it depends on how many tokens were accepted: a row that has finished, or has not begun, takes `most` = 0.
+Where accepted counts stay on a device, the host has only bounds of the rows' lengths afterwards: kernels that take
+lists of lengths need `read_lengths` of both states before the next round.
 """
 
 from __future__ import annotations

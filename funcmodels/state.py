@@ -19,7 +19,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lowering import HostSide, host_side
-from lowering.host import HostLengths, tracing
+from lowering.host import HostInt, HostLengths, known_equal, symbolic, tracing
+from lowering.layouts import Pages
 from params.tree import dotted, leaves, num_bytes, off_tree, size, static, tree, unchecked
 
 from .errors import StaleStateError, StateError
@@ -30,7 +31,11 @@ E = TypeVar("E", bound="Recurrent")
 
 
 class Appended:
-    """An entry whose tensors are all pools `[pages page_size ...]`, page 0 being scratch."""
+    """An entry whose tensors are all pools `[pages ...]`, page 0 being scratch.
+
+    A pool is plain, `[pages page_size ...]` (or has fewer entries a page, each of some whole tokens), or a
+    `lowering.layouts.Pages`, which knows how its tokens lie.
+    """
 
 
 class Recurrent(abc.ABC):
@@ -50,10 +55,11 @@ Entry = Appended | Recurrent
 class Buffers:
     """Stands for the tensors, pools aside, that versions of a state have in common; `used` says why they hold no more.
 
-    A version whose lengths and recurrent entries are all its own has one of its own.
+    A version whose lengths and recurrent entries are all its own has one of its own. `instead` is what to do then.
     """
 
     used: str | None = None
+    instead: str = "use the state that replaced it"
 
 
 @dataclass
@@ -64,18 +70,25 @@ class Host:
     the device page table. `pending` are the tokens offered to `commit`. `used` says why the state can be used no more.
     """
 
-    lengths: tuple[int, ...]
+    lengths: tuple[HostInt, ...]
     leases: tuple[Lease, ...]
     in_table: tuple[int, ...]
-    least: tuple[int, ...]
-    pending: tuple[int, ...] | None = None
+    least: tuple[HostInt, ...]
+    pending: tuple[HostInt, ...] | None = None
     used: str | None = None
     buffers: Buffers = field(default_factory=Buffers)
 
     @property
     def exact(self) -> bool:
         """Whether every row's length is known."""
+        if symbolic(self.lengths):
+            return all(map(known_equal, self.least, self.lengths))
         return self.least == self.lengths
+
+    @property
+    def fits(self) -> bool:
+        """Whether the pool has as many pages as all rows hold, those they share counted for each."""
+        return sum(len(lease.pages) for lease in self.leases) <= self.leases[0].pool.pages
 
 
 @tree
@@ -97,13 +110,31 @@ class State:
         """Capacity: number of rows, empty ones included."""
         return self.lengths.shape[0]
 
-    def mark_used(self, how: str) -> None:
+    def mark_used(self, how: str, instead: str = Buffers.instead) -> None:
         """Let nobody use this value again, nor one that shares its lengths or recurrent entries: it was `how`."""
-        self.host.buffers.used = how
+        self.host.buffers.used, self.host.buffers.instead = how, instead
 
     def without_host(self) -> State:
         """The tensors alone, holding no pages; of no use until `replace(..., host=...)` gives it a host."""
         return unchecked(State, **vars(self) | {"host": None})
+
+    def host_ints(self) -> tuple[HostInt, ...]:
+        """What the host knows of the rows and changes from call to call: their lengths, and their bounds if inexact."""
+        return self.host.lengths if self.host.exact else (*self.host.lengths, *self.host.least)
+
+    def with_host_ints(self, values: tuple[HostInt, ...]) -> State:
+        """The state as if these were its `host_ints`."""
+        host = replace(self.host, lengths=values[: self.rows], least=values[-self.rows :])
+        return replace(self, host=host)
+
+    def host_facts(self) -> tuple[bool, ...]:
+        """What of the host's knowledge a choice of kernel may depend on."""
+        return self.host.exact, self.host.fits
+
+    def emptied(self) -> State:
+        """The same pools with empty rows that hold no pages: to run a program with that must leave this state alone."""
+        pools = {id(pool) for pool in self.pools()}
+        return pytree.tree_map(lambda leaf: leaf if id(leaf) in pools else torch.zeros_like(leaf), self)
 
     def pools(self) -> list[Tensor]:
         """The pools of the appended entries: all versions of a state share these tensors."""
@@ -182,7 +213,7 @@ def check_unused(state: State) -> None:
     """`StateError` for a state that was donated or released."""
     how = state.host.used or state.host.buffers.used
     if how is not None:
-        raise StateError(f"this state was {how} and cannot be used again; use the state that replaced it")
+        raise StateError(f"this state was {how} and cannot be used again; {state.host.buffers.instead}")
 
 
 def check_fresh(state: State) -> None:
@@ -206,13 +237,12 @@ def check_rows(call: str, state: State, rows: Sequence[int], least: int = 0) -> 
             raise ValueError(f"{call}: row {row} is not in {least}..{state.rows - 1}")
 
 
-def host_lengths(state: State, counts: Sequence[int]) -> HostLengths:
+def host_lengths(state: State, counts: Sequence[HostInt]) -> HostLengths:
     """What kernels may know on the host: each row's length with its new tokens, and its pages."""
     host = state.host
-    lengths = _sum(host.lengths, counts)
-    held = sum(-(-length // state.page_size) for length in lengths)
-    fits = held <= host.leases[0].pool.pages
-    return HostLengths(tuple(counts), lengths, tuple(lease.pages for lease in host.leases), host.exact, fits)
+    # A trace outlives the pages that rows hold now.
+    pages = () if symbolic(host.lengths) else tuple(lease.pages for lease in host.leases)
+    return HostLengths(tuple(counts), _sum(host.lengths, counts), pages, host.exact, host.fits)
 
 
 def grown(
@@ -220,7 +250,7 @@ def grown(
     layers: tuple[Entry, ...],
     log: TokenLog | None,
     counts: Tensor,
-    host_counts: Sequence[int],
+    host_counts: Sequence[HostInt],
     keep: bool,
 ) -> State:
     """The state after a forward: `counts` more tokens a row, pending when steps were kept."""
@@ -229,7 +259,7 @@ def grown(
     return replace(state, lengths=state.lengths + counts, layers=layers, pending=pending, log=log, host=host)
 
 
-def grown_host(host: Host, counts: Sequence[int], keep: bool) -> Host:
+def grown_host(host: Host, counts: Sequence[HostInt], keep: bool) -> Host:
     """The host's part of `grown`. A state that becomes pending still holds the recurrent entries of the one before."""
     pending, buffers = (tuple(counts), host.buffers) if keep else (None, Buffers())
     lengths, least = _sum(host.lengths, counts), _sum(host.least, counts)
@@ -250,7 +280,7 @@ def rewound(state: State, before: State) -> State:
     return replace(state, lengths=before.lengths, log=log, host=host)
 
 
-def _sum(counts: Sequence[int], more: Sequence[int]) -> tuple[int, ...]:
+def _sum(counts: Sequence[HostInt], more: Sequence[HostInt]) -> tuple[HostInt, ...]:
     return tuple(count + extra for count, extra in zip(counts, more, strict=True))
 
 
@@ -313,6 +343,18 @@ def committed_host(host: Host, accepted: list[int] | None) -> Host:
     return replace(host, pending=None, lengths=_sum(host.lengths, dropped), least=_sum(host.least, dropped))
 
 
+def read_lengths(state: State) -> State:
+    """The state with its rows' lengths known on the host, read from the device where only bounds of them are.
+
+    After a captured round on a device, kernels that take lengths as lists on the host need it.
+    """
+    check_unused(state)
+    if state.host.exact:
+        return state
+    lengths = tuple(state.lengths.tolist())
+    return replace(state, host=replace(state.host, lengths=lengths, least=lengths))
+
+
 def logical(state: State, row: int) -> dict[str, Tensor]:
     """What row `row` remembers: each entry as a dense tensor, appended ones cut to the row's length.
 
@@ -325,14 +367,19 @@ def logical(state: State, row: int) -> dict[str, Tensor]:
     length = int(state.lengths[row])
     found: dict[str, Tensor] = {}
     for index, entry in enumerate(state.layers):
-        for path, leaf in _tensors(entry):
-            if isinstance(entry, Appended):
-                value = leaf[state.page_table[row].long()].flatten(0, 1)[:length]
+        for path, leaf in _parts(entry):
+            if isinstance(leaf, Pages):
+                value = leaf.gather(state.page_table[row : row + 1])[0, :length]
+            elif isinstance(entry, Appended):
+                count = length * leaf.shape[1] // state.page_size
+                value = leaf[state.page_table[row].long()].flatten(0, 1)[:count]
             else:
                 value = leaf[row].clone()
             found[f"layers.{index}.{path}"] = value
     return found
 
 
-def _tensors(entry: Entry) -> list[tuple[str, Tensor]]:
-    return [(dotted(path), leaf) for path, leaf in pytree.tree_flatten_with_path(entry)[0]]
+def _parts(entry: Entry) -> list[tuple[str, Any]]:
+    """What an entry holds, by name: tensors, and pages that know their layout."""
+    found = pytree.tree_flatten_with_path(entry, is_leaf=lambda part: isinstance(part, Pages))[0]
+    return [(dotted(path), part) for path, part in found]

@@ -14,7 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack, is_functorch_wrapped_tensor
 
-from lowering.host import HostLengths
+from lowering.host import HostInt, HostLengths, symbolic
 from lowering.ops.ragged import row_of_token
 from lowering.ops.sampling import mix
 
@@ -51,7 +51,7 @@ class Step:
     host: HostLengths | None = None
     log: TokenLog | None = None
     state: State | None = None
-    counts: tuple[int, ...] = ()
+    counts: tuple[HostInt, ...] = ()
 
     def past(self, layer: int, kind: type[E]) -> E | None:
         """The entry of `layer` before this forward, None without a state. `StateError` unless it is of that kind."""
@@ -93,7 +93,7 @@ def begin(state: State | None, batch: Batch, keep_steps: bool = False) -> Step:
     )  # fmt: skip
 
 
-def ready(state: State, batch: Batch, keep_steps: bool) -> tuple[State, tuple[int, ...]]:
+def ready(state: State, batch: Batch, keep_steps: bool) -> tuple[State, tuple[HostInt, ...]]:
     """What the host does before a forward: check, and reserve pages. The state with them, and each row's new tokens."""
     counts = _checked_counts(state, batch, keep_steps)
     if not (batch.counts or batch.uniform):
@@ -138,6 +138,8 @@ def check_layout(batch: Batch) -> None:
             f"the batch says uniform, {batch.rows} rows of {batch.max_query} tokens, and holds {tokens} tokens; "
             "make it with Batch.from_lists or Batch.from_tokens"
         )
+    if symbolic(batch.counts):
+        return
     if sum(batch.counts) > tokens or max(batch.counts, default=0) > batch.max_query:
         raise ValueError(
             f"the batch's counts {list(batch.counts)} do not fit its {tokens} tokens and max_query={batch.max_query}; "
@@ -145,7 +147,7 @@ def check_layout(batch: Batch) -> None:
         )
 
 
-def _checked_counts(state: State, batch: Batch, keep_steps: bool) -> tuple[int, ...]:
+def _checked_counts(state: State, batch: Batch, keep_steps: bool) -> tuple[HostInt, ...]:
     check_usable(state)
     _check_transforms(state)
     counts = batch.counts or (batch.max_query,) * batch.rows

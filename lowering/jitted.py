@@ -10,14 +10,17 @@ a part says so with `host_side`, and a call then runs that, and the replay in pl
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.utils._pytree as pytree
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
@@ -25,7 +28,7 @@ from torch._C._functorch import get_interpreter_stack
 
 from .buckets import Bucket, Buckets, NoBucketError, idle
 from .errors import CaptureError, RecaptureWarning
-from .graphs import BACKENDS, Capture, Flat, flattened, trace
+from .graphs import BACKENDS, DEFAULTS, Backend, Capture, Flat, Placed, Rehearsal, flattened, trace
 from .host import tracing
 from .policy import MODE
 from .stages import Lowered, lower
@@ -34,6 +37,8 @@ from .target import Target
 F = TypeVar("F", bound=Callable[..., Any])
 
 DONATED = "donated to a captured call"
+FAILED = "partly overwritten by a captured call that failed"
+FACTS = "what the host knows"
 
 
 @dataclass(frozen=True)
@@ -65,55 +70,71 @@ def jit(
     donate: Sequence[str] = (),
     buckets: Sequence[int] | None = None,
     backend: str | None = None,
+    watch: Callable[[], AbstractContextManager[object]] | None = None,
+    fixed: Sequence[str] = ("params",),
 ) -> Jitted:
     """`function` as captured programs: traced once for each key, compiled, and replayed.
 
-    The key is the policy and target in force, and the dtypes, shapes and static fields of all arguments. Batches are
-    padded to one of `buckets` (token counts; powers of two by default) and results cut to what was asked for; a larger
-    batch runs uncaptured, and a `RecaptureWarning` says so once. A change of anything but the batch's size captures
-    again, and one says so once for each reason.
+    The key is the policy and target in force, the dtypes, shapes and static fields of all arguments, and whether row
+    lengths are known on the host or only bounds of them. Batches are padded to one of `buckets` (token counts; powers
+    of two by default) and results cut to what was asked for; a larger batch runs uncaptured, and a `RecaptureWarning`
+    says so once. A change of anything but the batch's size captures again, and one says so once for each reason.
 
     Arguments named in `donate` (states) are updated in place: the result holds their buffers, and the old value raises
-    when it is used again. All other results are tensors of their own, which later replays leave alone. `backend` is
-    "inductor" (the default: compiled) or "fx" (operator by operator, to the last bit what was traced).
+    when it is used again; so it does when a replay fails half-way, which leaves it partly overwritten. All other
+    results are tensors of their own, which later replays leave alone.
+
+    `backend` is "inductor" (compiled; the default on CPUs), "fx" (operator by operator, to the last bit what was
+    traced), "cuda" (CUDA graphs; the default there) or "npu" (NPU graphs, whose attention operators are given the row
+    lengths of each replay in an update before it; the default there). Graphs of a device read tensors where they lay at
+    capture: pools of pages, what is written in place, and the arguments named in `fixed` (parameters) must stay there,
+    or one is captured again and says so once; all others are copied into buffers of the capture.
 
     Kernels that read values on the host or write in place are not for tracing, so a captured call may choose others
-    than a plain one. No gradients are recorded. Under function transforms and inside another trace the function itself
-    runs. Raises `CaptureError` for a function that reads values from the device, or that cannot be captured otherwise.
+    than a plain one. Lists that kernels compute from row lengths on the host are computed anew in every replay.
+    `watch()` is entered around each capture, and no warnings are given then: who watches expects them. No gradients are
+    recorded. Under function transforms and inside another trace the function itself runs. Raises `CaptureError` for a
+    function that reads values from the device or branches on a row length, or that cannot be captured otherwise.
     """
-    return Jitted(function, donate, buckets, backend)
+    return Jitted(function, donate, buckets, backend, watch, fixed)
 
 
 class Jitted:
     """A function with its captures. Call it as the function. `captures` counts them."""
 
     def __init__(
-        self, function: Callable[..., Any], donate: Sequence[str], buckets: Sequence[int] | None, backend: str | None
-    ) -> None:
+        self, function: Callable[..., Any], donate: Sequence[str], buckets: Sequence[int] | None, backend: str | None,
+        watch: Callable[[], AbstractContextManager[object]] | None = None, fixed: Sequence[str] = ("params",),
+    ) -> None:  # fmt: skip
         self.function = function
         self.name = getattr(inspect.unwrap(_innermost(function)), "__name__", type(function).__name__)
         self.signature = inspect.signature(function)
         self.donate = (donate,) if isinstance(donate, str) else tuple(donate)
         self.buckets = Buckets.of(buckets)
-        self.backend = next(iter(BACKENDS)) if backend is None else backend
+        self.backend = backend
+        self.fixed = frozenset(fixed)
         self.captures = 0
+        self._watch = watch
         self._side = _host_side(function)
         self._graphs: dict[tuple[Any, ...], Capture] = {}
+        self._backends: dict[str, Backend] = {}
         self._seen: list[dict[str, Any]] = []
         self._numbers: dict[Any, int] = {}
         # A model has hundreds of leaves: taking its parameters apart anew would cost more than a replay of a small one.
         self._known: dict[str, tuple[weakref.ref[Any], Flat, int]] = {}
         self._said: set[str] = set()
-        if self.backend not in BACKENDS:
+        if backend is not None and backend not in BACKENDS:
             raise ValueError(f"jit: backend={backend!r} is not known; there are: {', '.join(BACKENDS)}")
-        for name in self.donate:
+        named = [("donate", name) for name in self.donate]
+        named += [("fixed", name) for name in self.fixed - {"params"}]
+        for option, name in named:
             if name not in self.signature.parameters:
-                raise ValueError(
-                    f"jit: donate names {name!r}, and {self.name} takes {', '.join(self.signature.parameters)}"
-                )
+                takes = ", ".join(self.signature.parameters)
+                raise ValueError(f"jit: {option} names {name!r}, and {self.name} takes {takes}")
 
     def __repr__(self) -> str:
-        return f"jit({self.name}, donate={self.donate!r}, backend={self.backend!r}, {self.captures} captures)"
+        backend = self.backend or " or ".join(DEFAULTS.values())
+        return f"jit({self.name}, donate={self.donate!r}, backend={backend}, {self.captures} captures)"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result, by replaying its capture for arguments like these; captured now if there is none."""
@@ -127,14 +148,24 @@ class Jitted:
             result = self.function(*args, **kwargs)
             self._mark_donated(given)
             return result
-        flats, capture = self._captured(given | side.arguments)
-        result = capture.replay([x for flat in flats.values() for x in flat.tensors])
-        # Only now: whatever failed before has left the donated values as they were.
-        self._mark_donated(given)
+        arguments = given | side.arguments
+        capture, placed, inputs = self._captured(arguments)
+        ints = _joined(_host_ints(arguments)) if capture.program.host else ()
+        how: tuple[str, ...] | None = (FAILED, "go on from a fork of it, or fill a new state")
+        try:
+            result = capture.replay(placed, inputs, ints)
+            how = ()
+        except CaptureError:  # nothing has run
+            how = None
+            raise
+        finally:
+            # Only now: whatever failed before has left the donated values as they were.
+            if how is not None:
+                self._mark_donated(given, *how)
         return side.after(result)
 
     def warm(self, buckets: Iterable[Bucket], *args: Any, **kwargs: Any) -> None:
-        """Capture for `buckets` now, with a progress bar on a terminal; nothing is computed.
+        """Capture for `buckets` now, the largest first, with a progress bar on a terminal; the state stays as it is.
 
         The arguments are those of a call, and the batch among them says how many rows there are. A bucket is a number
         of tokens, or a pair of it and the most tokens of one row: `(rows, 1)` decodes, `(rows * 4, 4)` verifies.
@@ -143,7 +174,8 @@ class Jitted:
         batches = [name for name, value in given.items() if _is_batch(value)]
         if len(batches) != 1:
             raise ValueError(f"warm: {self.name} was given {len(batches)} batches; buckets are sizes of one")
-        sizes = list(buckets)
+        # The smaller ones find room in the memory of the largest.
+        sizes = sorted(buckets, key=lambda bucket: bucket if isinstance(bucket, int) else bucket[0], reverse=True)
         console = Console(stderr=True)
         shown = track(sizes, "capturing", console=console, transient=True) if console.is_terminal else sizes
         for bucket in shown:
@@ -185,9 +217,9 @@ class Jitted:
     def _donated(self, given: Mapping[str, Any]) -> list[str]:
         return [name for name in self.donate if given[name] is not None]
 
-    def _mark_donated(self, given: Mapping[str, Any]) -> None:
+    def _mark_donated(self, given: Mapping[str, Any], *how: str) -> None:
         for name in self._donated(given):
-            given[name].mark_used(DONATED)
+            given[name].mark_used(*(how or (DONATED,)))
 
     def _flat(self, name: str, value: Any) -> tuple[Flat, int]:
         """An argument taken apart, and a number for its part of the key. The last one of each name is remembered."""
@@ -211,28 +243,51 @@ class Jitted:
         if name in self._known and self._known[name][0] is reference:
             del self._known[name]
 
-    def _captured(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Flat], Capture]:
-        """The arguments taken apart, and the capture for them."""
+    def _captured(self, arguments: Mapping[str, Any]) -> tuple[Capture, Placed, list[Tensor]]:
+        """The capture for these arguments, its run for where they lie, and their tensors."""
         found = {name: self._flat(name, value) for name, value in arguments.items()}
         flats = {name: flat for name, (flat, _) in found.items()}
         key = (MODE.get().key, *((name, number) for name, (_, number) in found.items()))
-        capture = self._graphs.get(key)
+        facts = _host_facts(arguments)
+        capture = self._known_capture(key, facts)
         if torch.is_grad_enabled():
             _check_gradients(flats)
-        if capture is None:
-            _check_devices(flats)
-            capture = self._graphs[key] = self._capture(arguments, flats)
+        inputs = _joined(flat.tensors for flat in flats.values())
+        placed = None if capture is None else capture.placed(inputs)
+        if capture is None or placed is None:
+            with nullcontext() if self._watch is None else self._watch():
+                fresh = capture is None
+                capture = capture or self._traced(arguments, flats)
+                placed = capture.place(inputs, _rehearsal(arguments, flats))
+                self._graphs[(*key, facts)] = capture  # Only now: it may not compile.
             self.captures += 1
-            self._tell_changes({name: flat for name, flat in flats.items() if not _is_batch(arguments[name])})
+            if fresh:
+                self._tell_changes(facts, {name: x for name, x in flats.items() if not _is_batch(arguments[name])})
+            else:
+                self._say("places", "captured again, since tensors that must stay in place were moved", above=2)
+        if not capture.backend.fixed:
+            self._note_pools(capture, arguments)
+        return capture, placed, inputs
+
+    def _known_capture(self, key: tuple[Any, ...], facts: tuple[bool, ...]) -> Capture | None:
+        """The capture for a key; one made where more was known, if nothing that the host knows is computed with."""
+        exact = self._graphs.get((*key, facts))
+        if exact is not None or all(facts):
+            return exact
+        other = self._graphs.get((*key, (True,) * len(facts)))
+        return None if other is None or other.program.host else other
+
+    def _note_pools(self, capture: Capture, arguments: Mapping[str, Any]) -> None:
+        """Count a capture over another pool as a graph of a device would have to be made anew for it."""
         pools = tuple(x.data_ptr() for value in arguments.values() if hasattr(value, "pools") for x in value.pools())
         if pools not in capture.pools:
             if capture.pools:
-                self._say("pool", "captured again, over another pool of pages; the compiled code is kept", above=2)
+                self._say("pool", "captured again, over another pool of pages; the compiled code is kept", above=3)
                 self.captures += 1
             capture.pools.add(pools)
-        return flats, capture
 
-    def _capture(self, arguments: Mapping[str, Any], flats: dict[str, Flat]) -> Capture:
+    def _traced(self, arguments: Mapping[str, Any], flats: dict[str, Flat]) -> Capture:
+        backend = self._backend(flats)
         for name in self._donated(arguments):
             if not hasattr(arguments[name], "mark_used"):
                 raise CaptureError(f"jit: {name!r} is a {type(arguments[name]).__name__}; only states can be donated")
@@ -242,20 +297,33 @@ class Jitted:
             bound = inspect.BoundArguments(self.signature, arguments)
             return self.function(*bound.args, **bound.kwargs)
 
-        program = trace(call, flats, self._donated(arguments), staged)
-        inputs = [x for flat in flats.values() for x in flat.tensors]
-        ends = {name: len(flat.tensors) for name, flat in flats.items()}
-        with torch.no_grad():
-            run = BACKENDS[self.backend](program.graph, inputs)
-        places, at = [], 0
-        for name, count in ends.items():
-            places += range(at, at + count) if name in staged else ()
-            at += count
-        return Capture(program, run, Capture.buffers_for(inputs, places))
+        program = trace(call, flats, self._donated(arguments), staged, _examples(arguments))
+        if not backend.fixed:
+            return Capture(program, backend, _places(flats, lambda name, x: name in staged))
+        pools = {id(x) for value in arguments.values() if hasattr(value, "pools") for x in value.pools()}
+        moving = _places(flats, lambda name, x: name not in self.fixed and id(x) not in pools)
+        return Capture(program, backend, [place for place in moving if place not in program.written])
 
-    def _tell_changes(self, flats: Mapping[str, Flat]) -> None:
+    def _backend(self, flats: Mapping[str, Flat]) -> Backend:
+        """The backend for where the tensors lie; one for all captures there."""
+        where = [(name, x.device.type) for name, flat in flats.items() for x in flat.tensors] or [("", "cpu")]
+        first, device = where[0]
+        for name, other in where:
+            if other != device:
+                raise CaptureError(f"jit: {name!r} lies on {other}, other arguments on {device}; move it there")
+        name = self.backend or DEFAULTS.get(device)
+        if name is None:
+            raise CaptureError(f"jit: {first!r} lies on {device}; what is captured lies on {', '.join(DEFAULTS)}")
+        if name not in self._backends:
+            backend = BACKENDS[name]()
+            backend.check(device)
+            weakref.finalize(self, backend.close)
+            self._backends[name] = backend
+        return self._backends[name]
+
+    def _tell_changes(self, facts: tuple[bool, ...], flats: Mapping[str, Flat]) -> None:
         """Say why a call like an earlier one is captured again. The batch is left out: another size is no reason."""
-        now: dict[str, Any] = {"": MODE.get().key}
+        now: dict[str, Any] = {"": MODE.get().key, FACTS: facts}
         now |= {name: (flat.structure, flat.dtypes, flat.shapes) for name, flat in flats.items()}
         nearest = min(self._seen, key=lambda then: sum(then[name] != now[name] for name in now), default=now)
         self._seen.append(now)
@@ -265,16 +333,53 @@ class Jitted:
 
     def _say(self, reason: str, what: str, above: int) -> None:
         """Warn once for each reason, at the line of the caller, `above` functions of ours away."""
-        if reason not in self._said:
+        if reason not in self._said and self._watch is None:
             self._said.add(reason)
             warnings.warn(f"jit({self.name}): {what}", RecaptureWarning, stacklevel=above + 2)
 
 
-def _check_devices(flats: Mapping[str, Flat]) -> None:
-    for name, flat in flats.items():
-        elsewhere = {x.device.type for x in flat.tensors} - {"cpu"}
-        if elsewhere:
-            raise CaptureError(f"jit: {name!r} lies on {', '.join(elsewhere)}; captures run on the CPU only so far")
+def _joined(parts: Iterable[Iterable[Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(parts))
+
+
+def _host_ints(arguments: Mapping[str, Any]) -> list[Sequence[int]]:
+    return [value.host_ints() for value in arguments.values() if hasattr(value, "host_ints")]
+
+
+def _host_facts(arguments: Mapping[str, Any]) -> tuple[bool, ...]:
+    return tuple(_joined(value.host_facts() for value in arguments.values() if hasattr(value, "host_facts")))
+
+
+def _examples(arguments: Mapping[str, Any]) -> dict[str, Sequence[int]]:
+    """Host integers to capture with: of a state those of empty rows, which have room for any batch."""
+    return {
+        name: [0] * len(value.host_ints()) if hasattr(value, "emptied") else value.host_ints()
+        for name, value in arguments.items()
+        if hasattr(value, "host_ints")
+    }
+
+
+def _rehearsal(arguments: Mapping[str, Any], flats: Mapping[str, Flat]) -> Rehearsal:
+    """Inputs to run with before a capture: states with their own pools, of which only scratch pages are written."""
+
+    def inputs() -> list[Tensor]:
+        return _joined(_emptied(arguments[name], flat) for name, flat in flats.items())
+
+    return Rehearsal(inputs, _joined(_examples(arguments).values()))
+
+
+def _emptied(value: Any, flat: Flat) -> list[Tensor]:
+    """The tensors of an argument, or of what takes its place in a rehearsal."""
+    if not hasattr(value, "emptied"):
+        return flat.tensors
+    leaves = dict(zip(flat.places, pytree.tree_leaves(value.emptied()), strict=True))
+    return [leaves[at] for at in range(len(flat.tensors))]
+
+
+def _places(flats: Mapping[str, Flat], wanted: Callable[[str, Tensor], bool]) -> list[int]:
+    """Where the tensors that are wanted, by argument, stand among all."""
+    named = [(name, x) for name, flat in flats.items() for x in flat.tensors]
+    return [place for place, (name, x) in enumerate(named) if wanted(name, x)]
 
 
 def _check_gradients(flats: Mapping[str, Flat]) -> None:
@@ -291,6 +396,11 @@ def _change(name: str, then: Any, now: Any) -> tuple[str, str]:
     again = "both captures are kept"
     if not name:
         return "policy", f"captured again, under another policy or target; {again}"
+    if name == FACTS:
+        return (
+            name,
+            f"captured again, since the host knows row lengths and did not, or the reverse; {again}",
+        )
     kinds = ("structure", "dtypes", "shapes")
     kind = next(kind for kind, one, other in zip(kinds, then, now, strict=True) if one != other)
     statics = [structure[2] for structure, dtypes, _ in (then, now) if not dtypes]

@@ -1,30 +1,47 @@
-"""Backends of the host: what runs a traced graph on CPU tensors.
-
-A backend takes the graph and example inputs (on a device: tensors at their final addresses) and returns a function of
-the inputs that gives the graph's outputs, in tensors of their own, and writes to inputs what the graph writes.
-"""
+"""Backends without graphs of a device: what runs a traced graph operator by operator, or compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
-from torch.fx import GraphModule
 
-Run = Callable[..., Sequence[Tensor]]
-
-
-def fx(graph: GraphModule, inputs: Sequence[Tensor]) -> Run:
-    """The operators of the graph, one after the other: every bit as they were traced."""
-    return graph.forward
+from ..errors import CaptureError
+from .capture import Rehearsal, Run
+from .program import Program
 
 
-def inductor(graph: GraphModule, inputs: Sequence[Tensor]) -> Run:
-    """The operators fused and compiled to C++: rounds otherwise than `fx`, within `lowering.tolerances`."""
-    from torch._inductor import compile
+class Fx:
+    """The operators of the graph, one after the other: every bit as they were traced. On any device."""
 
-    return compile(graph, list(inputs))  # type: ignore[return-value]
+    fixed: ClassVar[bool] = False
+
+    def check(self, device: str) -> None:
+        """Every device with values will do."""
+        if device == "meta":
+            raise CaptureError("jit: tensors on meta have no values to run with")
+
+    def capture(self, program: Program, inputs: Sequence[Tensor], rehearsal: Rehearsal) -> Run:
+        """See `Backend`."""
+        forward = program.graph.forward
+        return lambda inputs, host: forward(*inputs, *host)
+
+    def close(self) -> None:
+        """Holds nothing."""
 
 
-BACKENDS: dict[str, Callable[[GraphModule, Sequence[Tensor]], Run]] = {"inductor": inductor, "fx": fx}
-"""By name, the default first."""
+class Inductor(Fx):
+    """The operators fused and compiled: rounds otherwise than `Fx`, within `lowering.tolerances`."""
+
+    def capture(self, program: Program, inputs: Sequence[Tensor], rehearsal: Rehearsal) -> Run:
+        """See `Backend`. `CaptureError` for a program that computes with row lengths of the host."""
+        from torch._inductor import compile
+
+        if program.host:
+            raise CaptureError(
+                "jit: the kernels chosen take row lengths from the host, which compiled code would freeze; name "
+                'backend="fx", or ask for other kernels'
+            )
+        run = compile(program.graph, list(inputs))
+        return lambda inputs, host: run(*inputs)  # type: ignore[operator]

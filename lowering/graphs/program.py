@@ -1,7 +1,12 @@
 """A function of trees as a program: one flat graph of plain operators, and how its results are put together again.
 
-The graph takes each tensor of the arguments once. What it computes for a donated argument it copies, as its last act,
-to where the argument's own tensors lie; every other result is a tensor of its own.
+The graph takes each tensor of the arguments once, and those of their host integers that it computes with. What it
+computes for a donated argument it copies, as its last act, to where the argument's own tensors lie; every other result
+is a tensor of its own.
+
+An argument with integers on the host that change between replays offers `host_ints()`, `with_host_ints(values)`, which
+is the argument with others in their place, and `host_facts()`: booleans, true where more is known, which a program may
+depend on.
 """
 
 from __future__ import annotations
@@ -10,23 +15,19 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
-from torch.fx import GraphModule
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 
 from ..errors import CaptureError
-
-TORCH = str(Path(torch.__file__).parent)
+from .symbols import HostSymbols, Tracing, place
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,18 @@ class Made:
 
 @dataclass(frozen=True)
 class Program:
-    """The graph, and the results' leaves: inputs, outputs of the graph, or values of their own."""
+    """The graph, and the results' leaves: inputs, outputs of the graph, or values of their own.
+
+    The graph takes the tensors of all arguments, then the host integers whose places (among all of the arguments') are
+    `host`. `written` are the places of the inputs that it writes to, `homes` those that it copies a successor to.
+    """
 
     graph: GraphModule
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
+    host: tuple[int, ...]
+    written: frozenset[int]
+    homes: frozenset[int]
 
     def results(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
         """What the function returns, from what the graph was given and gave."""
@@ -113,63 +121,107 @@ def trace(
     given: Mapping[str, Flat],
     donated: Sequence[str],
     staged: Collection[str],
+    host: Mapping[str, Sequence[int]],
 ) -> Program:
     """Trace `function` of the arguments by name; nothing is computed and no tensor written.
 
     `donated` arguments are overwritten by their successors: the nodes of the result of the same type, in the order of
-    the arguments.
-    `staged` ones lie in buffers that the next call overwrites. Raises `CaptureError` where the function reads a value
-    on the host or has no successor for a donated argument, and what the function itself raises.
+    the arguments. `staged` ones lie in buffers that the next call overwrites. `host` are examples of the host integers
+    of the arguments that have some. Raises `CaptureError` where the function reads a value on the host, branches on a
+    host integer or has no successor for a donated argument, and what the function itself raises.
     """
-    layout = _Layout.of(given, donated, staged)
+    layout = _Layout.of(given, donated, staged, host)
+    count = len(layout.tensors)
     made: list[_Results] = []
 
-    def flat(*tensors: Tensor) -> list[Tensor]:
-        arguments = layout.arguments(tensors)
-        made[:] = [_Results(layout, tensors)]
+    def flat(*inputs: Any) -> list[Tensor]:
+        arguments = layout.arguments(inputs[:count], inputs[count:])
+        made[:] = [_Results(layout, inputs[:count])]
         return made[0].written(arguments, function(arguments))
 
+    symbols = HostSymbols()
     try:
         # A fake mode of our own: that of make_fx would give a value read on the host a symbol, and go on.
-        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            graph = make_fx(flat)(*map(fake.from_tensor, layout.tensors))
+        with torch.no_grad(), Tracing(symbols) as fake:
+            tensors = [fake.from_tensor(x, static_shapes=True) for x in layout.tensors]
+            ints = [symbols.symbol(f"host_{at}", x) for at, x in enumerate(layout.ints)]
+            graph = make_fx(flat)(*tensors, *ints)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise CaptureError(
-            f"capture: {_place(error)} reads a value or a size that is only known on the device; compute it with "
-            "tensors (torch.where), or pass it in as an argument"
+            f"capture: {place(traceback.extract_tb(error.__traceback__))} reads a value or a size that is only known "
+            "on the device; compute it with tensors (torch.where), or pass it in as an argument"
         ) from error
     graph.graph.eliminate_dead_code()
+    used = _without_unused(graph, count)
     graph.recompile()
-    return Program(graph, tuple(made[0].leaves), made[0].spec)
+    return Program(graph, tuple(made[0].leaves), made[0].spec, used, _written(graph, count), frozenset(made[0].homes))
 
 
-def _place(error: Exception) -> str:
-    """The line outside Torch that an error came from."""
-    frames = [x for x in traceback.extract_tb(error.__traceback__) if not x.filename.startswith(TORCH)]
-    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "the function"
+def _without_unused(graph: GraphModule, tensors: int) -> tuple[int, ...]:
+    """Take the host integers that nothing is computed from out of the graph's inputs; the places of the others."""
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"][tensors:]
+    for node in inputs:
+        if not node.users:
+            graph.graph.erase_node(node)
+    return tuple(at for at, node in enumerate(inputs) if node.users)
+
+
+def _written(graph: GraphModule, tensors: int) -> frozenset[int]:
+    """The places of the tensors that an operator writes to, of itself or of a view of it."""
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"][:tensors]
+    changed = {_storage(value) for node in graph.graph.nodes for value in _overwritten(node)}
+    return frozenset(at for at, node in enumerate(inputs) if _storage(node) in changed)
+
+
+def _overwritten(node: Node) -> list[Node]:
+    """The arguments that an operator's schema says it writes to."""
+    found: list[Node] = []
+    for at, argument in enumerate(node.target._schema.arguments if isinstance(node.target, OpOverload) else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            map_arg(node.args[at] if at < len(node.args) else node.kwargs.get(argument.name), found.append)
+    return found
+
+
+def _storage(node: Node) -> int:
+    # Fake tensors have no addresses; views of one tensor share its storage as real ones do.
+    return node.meta["val"].untyped_storage()._cdata
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the tensors of each argument stand among the inputs of the graph."""
+    """Where the tensors of each argument stand among the inputs of the graph, and the host integers after them."""
 
     given: Mapping[str, Flat]
     starts: dict[str, int]
     tensors: list[Tensor]
     donated: Sequence[str]
     staged: Collection[str]
+    host: Mapping[str, Sequence[int]]
 
     @staticmethod
-    def of(given: Mapping[str, Flat], donated: Sequence[str], staged: Collection[str]) -> _Layout:
+    def of(
+        given: Mapping[str, Flat],
+        donated: Sequence[str],
+        staged: Collection[str],
+        host: Mapping[str, Sequence[int]],
+    ) -> _Layout:
         starts: dict[str, int] = {}
         tensors: list[Tensor] = []
         for name, flat in given.items():
             starts[name] = len(tensors)
             tensors += flat.tensors
-        return _Layout(given, starts, tensors, donated, staged)
+        return _Layout(given, starts, tensors, donated, staged, host)
 
-    def arguments(self, tensors: Sequence[Any]) -> dict[str, Any]:
-        return {name: flat.rebuilt(tensors[self.starts[name] :]) for name, flat in self.given.items()}
+    @property
+    def ints(self) -> list[int]:
+        return [x for values in self.host.values() for x in values]
+
+    def arguments(self, tensors: Sequence[Any], ints: Sequence[Any]) -> dict[str, Any]:
+        found = {name: flat.rebuilt(tensors[self.starts[name] :]) for name, flat in self.given.items()}
+        rest = iter(ints)
+        for name, values in self.host.items():
+            found[name] = found[name].with_host_ints(tuple(next(rest) for _ in values))
+        return found
 
     def inputs_of(self, names: Collection[str]) -> set[int]:
         return {self.starts[name] + at for name in names for at in range(len(self.given[name].tensors))}
@@ -183,6 +235,7 @@ class _Results:
     inputs: Sequence[Tensor]
     leaves: list[Any] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
+    homes: list[int] = field(default_factory=list)
     spec: Any = None
 
     def written(self, arguments: dict[str, Any], result: Any) -> list[Tensor]:
@@ -198,6 +251,7 @@ class _Results:
         for leaf in found:
             self.leaves.append(self._source(leaf, places, changed, donated))
         for home, value in writes:
+            self.homes.append(home)
             self.inputs[home].copy_(value)
         return self.outputs
 
@@ -236,6 +290,8 @@ class _Results:
 
     def _source(self, leaf: _Leaf, places: dict[int, int], changed: set[int], donated: set[int]) -> Any:
         """Where a replay finds the leaf: an input, an output of the graph, or the value itself."""
+        if isinstance(leaf.value, torch.SymInt):
+            raise CaptureError("capture: the function returns a row length of the host; return tensors")
         if not isinstance(leaf.value, Tensor):
             return leaf.value
         if leaf.home is not None:
@@ -249,7 +305,6 @@ class _Results:
 
     def _apart(self, x: Tensor, places: set[int]) -> Tensor:
         """`x`, or a copy where it shares memory with one of these inputs."""
-        # Fake tensors have no addresses; views of one tensor share its storage as real ones do.
         storage = x.untyped_storage()._cdata
         return x.clone() if any(self.inputs[at].untyped_storage()._cdata == storage for at in places) else x
 

@@ -207,8 +207,14 @@ def test_what_cannot_be_captured_is_refused() -> None:
         lowering.jit(one.model.forward, buckets=(0, 4))
     with pytest.raises(CaptureError, match="'state' is a State, whose lengths and pages are counted on the host"):
         lowering.jit(lambda params, state, batch: one.model.forward(params, state, batch))(one.params, state, batch)
-    with pytest.raises(CaptureError, match="'state' lies on meta; captures run on the CPU only so far"):
+    with pytest.raises(CaptureError, match="'state' lies on meta, other arguments on cpu; move it there"):
         captured(one)(one.params, fresh(one, device="meta"), batch)
+    with pytest.raises(CaptureError, match="'x' lies on meta; what is captured lies on cpu, cuda, npu"):
+        lowering.jit(lambda x: x + 1)(torch.ones(2, device="meta"))
+    with pytest.raises(CaptureError, match="tensors on meta have no values to run with"):
+        lowering.jit(lambda x: x + 1, backend="fx")(torch.ones(2, device="meta"))
+    with pytest.raises(CaptureError, match="backend 'cuda' captures tensors on cuda, these lie on cpu"):
+        lowering.jit(lambda x: x + 1, backend="cuda")(torch.ones(2))
     watched = tree.map(lambda leaf: leaf.detach().clone().requires_grad_(), one.params)
     with pytest.raises(CaptureError, match="'params' requires gradients, and captured code records none"):
         captured(one)(watched, state, batch)
