@@ -111,19 +111,16 @@ class RowSampling:
     @staticmethod
     def of(rows: Sequence[Sampling], device: torch.device | str = "cpu") -> RowSampling:
         """One `Sampling` a row."""
-        settings = [
-            [x.temperature, x.top_p, x.min_p, x.repetition_penalty, x.presence_penalty, x.frequency_penalty]
-            for x in rows
-        ]
-        numbers = torch.tensor(settings, dtype=torch.float32).reshape(-1, 6).to(device)
-        whole = torch.tensor([[row.top_k, row.seed] for row in rows], dtype=torch.int64).reshape(-1, 2).to(device)
+        fields = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        numbers = [_column([getattr(row, name) for row in rows], torch.float32, device) for name in fields]
+        whole = [_column([getattr(row, name) for row in rows], torch.int64, device) for name in ("top_k", "seed")]
         drawn = [row for row in rows if row.temperature > 0]
         nucleus = [row for row in drawn if row.top_p < 1]
         bias = Bias.of([row.logit_bias for row in rows])
         return RowSampling(
-            temperature=numbers[:, 0], top_k=whole[:, 0], top_p=numbers[:, 1], min_p=numbers[:, 2], seed=whole[:, 1],
+            temperature=numbers[0], top_k=whole[0], top_p=numbers[1], min_p=numbers[2], seed=whole[1],
             bias=bias if bias is None else to(bias, device),
-            penalties=Penalties(*numbers[:, 3:].unbind(1)) if any(row.penalised for row in rows) else None,
+            penalties=Penalties(*numbers[3:]) if any(row.penalised for row in rows) else None,
             greedy=not drawn,
             mixed=0 < len(drawn) < len(rows),
             largest_k=max((row.top_k for row in drawn), default=0),
@@ -148,6 +145,13 @@ class RowSampling:
     def repeated(self, times: int) -> RowSampling:
         """Each row's settings `times` in a row."""
         return map(lambda x: x.repeat_interleave(times, 0), self)
+
+
+def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """A setting of each row. What all rows share is filled in: a copy to the device would wait for it."""
+    if values and all(value == values[0] for value in values):
+        return torch.full((len(values),), values[0], dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype).to(device)
 
 
 def adjusted(

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from ..host import tracing
 from ..op import op
 from .widen import wide
 
@@ -95,7 +96,24 @@ def mix(first: Tensor, second: Tensor) -> Tensor:
 
 def exponentials(keys: Tensor, tokens: Tensor) -> Tensor:
     """Independent standard exponential numbers, one for each pair of key and token; positive and finite."""
+    # Fused by Inductor 2.13 on a CPU, lanes past the end of a row of tokens won races: there the hash stays apart.
+    if tracing() and keys.device.type == "cpu":
+        return _apart(keys, tokens)
+    return _exponentials(keys, tokens)
+
+
+def _exponentials(keys: Tensor, tokens: Tensor) -> Tensor:
     bits = mix(keys, tokens)
     # 40 bits, half a step in: never 0, and fine steps near 0, where races are won. The largest would round to 1.
     uniform = ((((bits >> 24) & 0xFF_FFFF_FFFF).float() + 0.5) * 2**-40).clamp(max=1 - 2**-24)
     return -torch.log1p(-uniform)
+
+
+_apart = torch.library.custom_op(
+    "funcmodels::exponentials", _exponentials, mutates_args=(), schema="(Tensor keys, Tensor tokens) -> Tensor"
+)
+
+
+@_apart.register_fake
+def _shape_of_exponentials(keys: Tensor, tokens: Tensor) -> Tensor:
+    return torch.empty(torch.broadcast_shapes(keys.shape, tokens.shape), device=keys.device)

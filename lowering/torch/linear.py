@@ -10,6 +10,7 @@ from torch import Tensor
 
 from params.tree import static, tree
 
+from ..host import tracing
 from ..ops.linear import linear
 from ..weights import PreparedWeight
 
@@ -62,6 +63,21 @@ def _refuse(x, weight) -> str | None:
     return f"takes a packed weight; lowering.prepare(params) packs those of {smallest} {x.dtype} elements or more"
 
 
+@torch.library.custom_op(
+    "funcmodels::packed_linear", mutates_args=(), schema="(Tensor x, Tensor packed, int outputs) -> Tensor"
+)
+def _product(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+
+@_product.register_fake
+def _product_of_shapes(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], outputs)
+
+
 @linear.kernel("onednn_packed", targets=("cpu",), refuse=_refuse, batches=False, differentiable=False, prepare=_pack)
 def _packed(x, weight):
+    if tracing():
+        # Inductor compiles the operator itself with weights that are constants only.
+        return _product(x, weight.packed, weight.shape[0])
     return torch.ops.mkldnn._linear_pointwise(x, weight.packed, None, "none", [], "")

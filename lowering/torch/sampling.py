@@ -1,10 +1,16 @@
-"""Filters of a law over tokens without a sort of the vocabulary, and draws without noise for all of it."""
+"""Filters of a law over tokens without a sort of the vocabulary, and draws without noise for all of it.
+
+On a CPU most of a row is never looked at one by one: the largest token of each group of 32 says which groups can hold
+any of the top k, or any that min-p keeps; and the nucleus is found by a few sums over the row, each nearer its edge.
+"""
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +20,9 @@ from ..target import EVERY
 
 LONG = 2**13
 """Tokens from which on a row is worth a turn of its own."""
+
+GROUP = 32
+"""Tokens of which one look at the largest tells whether any matters."""
 
 Search = Callable[[Tensor, Tensor], Tensor]
 """Takes weights [rows choices] in 0..1 and limits [rows]; the least weight whose larger ones sum to less, [rows]."""
@@ -57,13 +66,16 @@ def _searched(logits, k, p, *, largest_k, p_alone):
 
 @draw.kernel("torch_by_row", targets=("cpu",), refuse=_refuse_draw_by_row, host_reads=True)
 def _drawn_by_row(logits, keys, temperature, k, p, min_p, *, largest_k, p_alone):
-    ks, ps = (len(keys) * [off] if x is None else x.tolist() for x, off in ((k, 0), (p, 1)))
-    tokens = []
-    for row, (most, share) in enumerate(zip(ks, ps, strict=True)):
+    tokens = torch.full_like(keys, -1, dtype=torch.int64)
+    if largest_k and (largest_k + 1) * GROUP < logits.shape[1]:
+        tokens = torch.where(k > 0, _of_list(logits, keys, temperature, k, p, min_p, largest_k), tokens)
+    elif k is None and p is None and min_p is not None:
+        tokens = _of_groups(logits, keys, temperature, min_p)
+    for row in (tokens < 0).nonzero()[:, 0].tolist():
         at = slice(row, row + 1)
-        logit, cuts = logits[at], (None if x is None else x[at] for x in (p, min_p))
-        tokens.append(_drawn(logit, keys[at], temperature[at], most, share < 1, *cuts))
-    return torch.cat(tokens) if tokens else keys.new_zeros(0, dtype=torch.int64)
+        cuts = (None if x is None else x[at] for x in (k, p, min_p))
+        tokens[at] = _of_row(logits[at], keys[at], temperature[at], *cuts)
+    return tokens
 
 
 @draw.kernel("torch_search", targets=EVERY, refuse=_refuse_draw)
@@ -73,40 +85,85 @@ def _drawn_at_once(logits, keys, temperature, k, p, min_p, *, largest_k, p_alone
     return first_of(scaled, keep if min_p is None else keep & (scaled >= min_p.log()[:, None]), keys)
 
 
-def _drawn(
-    logits: Tensor, key: Tensor, temperature: Tensor, k: int, shared: bool, p: Tensor | None, min_p: Tensor | None
+def _of_list(
+    logits: Tensor, keys: Tensor, temperature: Tensor, k: Tensor, p: Tensor | None, min_p: Tensor | None, most: int
+) -> Tensor:
+    """The tokens [rows] of rows with k in 1..`most`; -1 where tokens that are not listed equal the k-th."""
+    largest, groups = _groups(logits)
+    ids = _members(largest.topk(min(most + 1, groups)).indices, groups, logits.shape[1])
+    top = logits.gather(1, ids).topk(most + 1)
+    ids, scaled = ids.gather(1, top.indices), scaled_down(top.values, temperature)
+    last = k.long().clamp(min=1)[:, None]
+    unlisted = scaled.gather(1, last) >= scaled.gather(1, last - 1)
+    keep = keep_top.body(scaled[:, :-1], k, p, largest_k=most, p_alone=False)
+    token = _first(scaled[:, :-1], keep, min_p, keys, ids[:, :-1])
+    return torch.where(unlisted[:, 0], -1, token)
+
+
+def _of_groups(logits: Tensor, keys: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
+    """The tokens [rows] that min-p alone leaves to draw from; -1 for all where that is a large part of a row."""
+    largest, groups = _groups(logits)
+    of_groups = (wide(largest) - wide(largest.amax(-1, keepdim=True))) / temperature[:, None]
+    count = int((of_groups >= min_p.log()[:, None]).sum(-1).max())
+    if not 0 < count < groups // 4:
+        return torch.full_like(keys, -1, dtype=torch.int64)
+    ids = _members(largest.topk(count).indices, groups, logits.shape[1])
+    scaled = (wide(logits.gather(1, ids)) - wide(largest.amax(-1, keepdim=True))) / temperature[:, None]
+    return _first(scaled, scaled > -torch.inf, min_p, keys, ids)
+
+
+def _groups(logits: Tensor) -> tuple[Tensor, int]:
+    """The largest logit of each group [rows groups], and how many groups; group g has tokens g, g + groups, ..."""
+    groups = -(-logits.shape[1] // GROUP)
+    whole = logits.shape[1] // groups * groups
+    largest = logits[:, :whole].unflatten(1, (-1, groups)).amax(1)
+    rest = logits[:, whole:]
+    if rest.shape[1]:
+        largest[:, : rest.shape[1]] = torch.maximum(largest[:, : rest.shape[1]], rest)
+    return largest, groups
+
+
+def _members(groups: Tensor, count: int, vocab: int) -> Tensor:
+    """The ids [rows members] of the tokens in `groups` [rows chosen], of `count` groups."""
+    ids = groups[:, None] + torch.arange(0, vocab, count)[:, None]
+    # Short groups repeat their first token.
+    return torch.where(ids < vocab, ids, groups[:, None]).flatten(1)
+
+
+def _first(scaled: Tensor, keep: Tensor, min_p: Tensor | None, keys: Tensor, ids: Tensor) -> Tensor:
+    """The winner [rows] of the race among those of `ids` [rows choices] that are kept."""
+    if min_p is not None:
+        keep = keep & (scaled >= min_p.log()[:, None])
+    row, at = keep.nonzero().unbind(1)
+    numbers = exponentials(keys[row], ids[row, at]) / scaled[row, at].exp()
+    arrivals = torch.full_like(scaled, torch.inf).index_put_((row, at), numbers)
+    return ids.gather(1, arrivals.argmin(-1, keepdim=True))[:, 0]
+
+
+def _of_row(
+    logits: Tensor, key: Tensor, temperature: Tensor, k: Tensor | None, p: Tensor | None, min_p: Tensor | None
 ) -> Tensor:
     """The token [1] of one row, which stays in cache, with noise for the tokens that are kept alone."""
-    ids, scaled = _listed(logits, temperature, k) if k else (None, logits)
-    if ids is None:
-        scaled = scaled_down(logits, temperature)
-        if not (k or shared) and min_p is None:
-            return first_of(scaled, torch.ones_like(scaled, dtype=torch.bool), key)
-        keep = _top(scaled, torch.full_like(key, k) if k else None, p if shared else None, k, not k, _smallest_by_row)
-    else:
-        keep = keep_top.body(scaled, None, p if shared else None, largest_k=0, p_alone=True)
+    scaled = scaled_down(logits, temperature)
+    most = 0 if k is None else int(k)
+    shared = p is not None and bool(p < 1)
+    if not (most or shared) and min_p is None:
+        return first_of(scaled, torch.ones_like(scaled, dtype=torch.bool), key)
+    keep = _top(scaled, k if most else None, p if shared else None, most, not most, _smallest_by_row)
     if min_p is not None:
         keep &= scaled >= min_p.log()
-    at = keep[0].nonzero()[:, 0]
-    if not len(at):  # the row holds no number
+    kept = torch.from_numpy(np.flatnonzero(keep.numpy()))  # Torch takes several times as long
+    if not len(kept):  # the row holds no number
         return torch.zeros_like(key, dtype=torch.int64)
-    kept = at if ids is None else ids[at]
-    first = (exponentials(key, kept) / scaled[0, at].exp()).argmin()
-    return kept[first][None]
-
-
-def _listed(logits: Tensor, temperature: Tensor, k: int) -> tuple[Tensor | None, Tensor]:
-    """Ids of the k largest, and their scaled logits [1 k]; no ids where tokens beyond them equal the k-th."""
-    top = logits.topk(min(k + 1, logits.shape[1]))
-    scaled = scaled_down(top.values, temperature)
-    if k >= logits.shape[1]:
-        return top.indices[0], scaled
-    return top.indices[0, :k] if scaled[0, k] < scaled[0, k - 1] else None, scaled[:, :k]
+    return kept[(exponentials(key, kept) / scaled[0, kept].exp()).argmin()][None]
 
 
 def _top(logits: Tensor, k: Tensor | None, p: Tensor | None, largest_k: int, p_alone: bool, search: Search) -> Tensor:
     logits = wide(logits)
     largest = logits.amax(-1, keepdim=True)
+    if k is None and p is not None:
+        weights = (logits - largest).exp()
+        return weights >= search(weights, torch.where(p < 1, p * weights.sum(-1), torch.inf))[:, None]
     least, top = torch.full_like(largest, -torch.inf), logits[:, :0]
     if k is not None and largest_k:
         top = logits.topk(min(largest_k, logits.shape[1])).values
@@ -143,18 +200,95 @@ def _smallest(weights: Tensor, limit: Tensor) -> Tensor:
 
 
 def _smallest_by_row(weights: Tensor, limit: Tensor) -> Tensor:
-    """The same sums in the same order, a row at a time: a row stays in cache through all halvings."""
-    found = []
-    room = torch.empty_like(weights[:1])
-    for row, most in zip(weights.split(1), limit.tolist(), strict=True):
-        count = 0
-        for bit in range(29, -1, -1):
-            trial = count + (1 << bit)
-            torch.ops.aten.threshold.out(row, _float_of(trial - 1), 0, out=room)
-            if room.sum(-1).item() >= most:
-                count = trial
-        found.append(_float_of(count))
-    return torch.tensor(found, dtype=torch.float32, device=weights.device)
+    """The same of the same sums, a row at a time, with fewer of them."""
+    rows = zip(weights.split(1), limit.tolist(), strict=True)
+    return torch.tensor([_Row(row, most).smallest() for row, most in rows], dtype=torch.float32, device=weights.device)
+
+
+class _Row:
+    """One row of a `Search`. The sum of larger weights is at least the limit at `low`, and below it at `high`."""
+
+    TRIES = 24
+
+    def __init__(self, weights: Tensor, limit: float) -> None:
+        self.weights, self.limit = weights, limit
+        self.room = torch.empty_like(weights)
+        self.whole = self.larger(0.0)
+        self.low, self.high, self.at_low, self.at_high = 0.0, 1.0, self.whole, 0.0
+
+    def larger(self, than: float) -> float:
+        """The sum of larger weights."""
+        torch.ops.aten.threshold.out(self.weights, than, 0, out=self.room)
+        return self.room.sum(-1).item()
+
+    def next(self, after: float) -> float:
+        """The least weight above `after`."""
+        torch.ops.aten.threshold.out(self.weights, after, torch.inf, out=self.room)
+        return self.room.amin().item()
+
+    def smallest(self) -> float:
+        """Guesses, each from what the sums at both ends say; then halvings of bit patterns, if there are still many."""
+        if not self.at_low >= self.limit or math.isinf(self.limit):
+            return 0.0
+        # Weights below this have less, together, than what the share leaves out.
+        self.tried(0.9 * (self.at_low - self.limit) / self.weights.shape[1])
+        around = self.guessed()
+        self.tried(min(around * 1.1, self.high))
+        self.tried(max(around / 1.1, self.low))
+        evenly, empty = True, False
+        for _ in range(self.TRIES):
+            if empty or self.at_low - self.at_high <= 2 * self.high:
+                weight = self.next(self.low)
+                if self.tried(weight) < self.limit:
+                    return weight
+            ends, apart = (self.at_low, self.at_high), self.patterns()
+            empty = self.tried(self.between() if evenly else self.middle()) in ends
+            evenly = not evenly or 2 * self.patterns() < apart
+        return self.halved()
+
+    def guessed(self) -> float:
+        """About where the limit is: by the largest few weights, or as if the row were as a few thousand of its own."""
+        largest, groups = _groups(self.weights)
+        first = largest[0].topk(min(64, groups)).values
+        sums, share = first.cumsum(0), self.limit
+        if sums[-1] < self.limit:
+            first = self.weights[0, :: max(1, self.weights.shape[1] // 4096)].sort(descending=True).values
+            sums = first.cumsum(0)
+            share = sums[-1].item() * (self.limit / self.whole)
+        return first[int((sums < share).sum().clamp(max=len(first) - 1))].item()
+
+    def patterns(self) -> int:
+        """How many bit patterns the ends are apart."""
+        return _bits_of(self.high) - _bits_of(self.low)
+
+    def tried(self, weight: float) -> float:
+        """The sum of what is larger than `weight`, which becomes an end."""
+        found = self.larger(weight)
+        if found >= self.limit:
+            self.low, self.at_low = weight, found
+        else:
+            self.high, self.at_high = weight, found
+        return found
+
+    def between(self) -> float:
+        """Where the limit would be if the sum fell evenly with the bit pattern."""
+        low, high = _bits_of(self.low), _bits_of(self.high)
+        share = (self.at_low - self.limit) / (self.at_low - self.at_high)
+        return _float_of(min(max(low + int(share * (high - low)), low), high))
+
+    def middle(self) -> float:
+        """Halfway between the bit patterns."""
+        return _float_of((_bits_of(self.low) + _bits_of(self.high)) // 2)
+
+    def halved(self) -> float:
+        """The answer by halvings alone."""
+        while self.patterns() > 1:
+            self.tried(self.middle())
+        return self.high
+
+
+def _bits_of(number: float) -> int:
+    return struct.unpack("i", struct.pack("f", number))[0]
 
 
 def _float_of(bits: int) -> float:

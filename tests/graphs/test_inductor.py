@@ -1,7 +1,9 @@
-"""Compiled captures compute what plain calls do, within rounding: prompts, tokens, windows and commits."""
+"""Compiled captures compute what plain calls do, within rounding: prompts, tokens, windows, commits, whole rounds."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,9 +11,13 @@ import torch
 
 import funcmodels as fm
 import lowering
-from tests.oracle.mtp import small
+from tests.graphs.test_whole_round import begun
+from tests.oracle import mtp
+from tests.oracle.mtp import MtpPair, small
 from tests.oracle.states import ROUNDING, advance, assert_rows_close, poison
 from tests.tolerances import assert_close
+
+ROWS, WINDOW = 2, 3
 
 pytestmark = [
     pytest.mark.compile,
@@ -21,33 +27,139 @@ pytestmark = [
 ]
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["dense", pytest.param("moe", marks=pytest.mark.sweep)])
-def test_compiled_calls_equal_plain_ones(kind: str) -> None:
-    one = small(kind)
-    step = lowering.jit(one.model.forward, donate=("state",), buckets=(8,))
-    commit = lowering.jit(fm.commit, donate=("state",))
-    assert "inductor" in repr(step)
-    captured, plain = (poison(one.model.init_state(2, 24, page_size=4, pages=12)) for _ in range(2))
+class Sides:
+    """Compiled calls and plain ones, each with a state in which all that nobody may read is NaN."""
 
-    def forward(ids: list[list[int]], **kwargs: Any) -> None:
-        nonlocal captured, plain
-        out, captured = step(one.params, captured, fm.Batch.from_lists(ids, captured), **kwargs)
-        right, plain = advance(one, plain, ids, **kwargs)
+    def __init__(self, one: Any, seed: int, params: Any = None) -> None:
+        self.one, self.draw = one, random.Random(seed)
+        self.params = one.params if params is None else params
+        self.step = lowering.jit(one.model.forward, donate=("state",), buckets=(4, 8))
+        self.commit = lowering.jit(fm.commit, donate=("state",))
+        self.captured, self.plain = (poison(one.model.init_state(ROWS, 60, page_size=4, pages=40)) for _ in range(2))
+        self.pools = [leaf.data_ptr() for leaf in self.captured.pools()]
+
+    def forward(self, counts: Sequence[int], **kwargs: Any) -> None:
+        """The same new tokens on both sides."""
+        ids = [[self.draw.randrange(self.one.model.config.vocab_size) for _ in range(count)] for count in counts]
+        out, self.captured = self.step(self.params, self.captured, fm.Batch.from_lists(ids, self.captured), **kwargs)
+        torch.empty(2**20).fill_(torch.nan)
+        right, self.plain = advance(self.one, self.plain, ids, **kwargs)
         assert_close((out.logits, out.hidden), (right.logits, right.hidden), looser=5, reason=ROUNDING)
 
-    forward([[3, 1, 4], [1, 5]])
-    pool = [leaf.data_ptr() for leaf in captured.pools()]
+    def verify(self, accepted: Sequence[int]) -> None:
+        """A window a row, of which `accepted` tokens count."""
+        self.forward([WINDOW] * ROWS, keep_steps=True)
+        self.captured, self.plain = self.commit(self.captured, list(accepted)), fm.commit(self.plain, accepted)
+        assert_rows_close(self.captured, self.plain)
+
+    def run(self, rounds: int) -> None:
+        """Prompts of two buckets, tokens and windows in a random order, each window cut somewhere."""
+        moves = ["prompt", "long prompt", *["token", "window"] * rounds]
+        self.draw.shuffle(moves)
+        for move in moves:
+            if "prompt" in move:
+                self.forward([self.draw.randint(0, 4), 1] if move == "prompt" else [5, self.draw.randint(1, 3)])
+            elif move == "token":
+                self.forward([1] * ROWS)
+            else:
+                self.verify([self.draw.randint(0, WINDOW) for _ in range(ROWS)])
+        assert_rows_close(self.captured, self.plain)
+        assert [leaf.data_ptr() for leaf in self.captured.pools()] == self.pools
+        assert (len(self.step._graphs), len(self.commit._graphs)) == (4, 1)
+
+
+@torch.no_grad()
+def test_compiled_calls_equal_plain_ones() -> None:
+    sides = Sides(small("dense"), 0)
+    assert "inductor" in repr(sides.step)
+    sides.forward([3, 2])
     for number in range(3):
-        forward([[9 + number], [2]])
-        forward([[6, 5, 3], [5, 8, 9]], keep_steps=True)
-        captured, plain = commit(captured, [number, 3 - number]), fm.commit(plain, [number, 3 - number])
-        assert_rows_close(captured, plain)
-    assert [leaf.data_ptr() for leaf in captured.pools()] == pool
-    assert (step.captures, commit.captures) == (3, 1)
+        sides.forward([1, 1])
+        sides.verify([number, 3 - number])
+    assert (sides.step.captures, sides.commit.captures) == (3, 1)
 
 
-@pytest.mark.compile
+@torch.no_grad()
+@pytest.mark.sweep
+@pytest.mark.parametrize(("kind", "seed"), [("dense", 1), ("moe", 0), ("moe", 1), ("moe", 2), ("moe", 3)])
+def test_compiled_calls_equal_plain_ones_in_any_order(kind: str, seed: int) -> None:
+    Sides(small(kind, seed), seed).run(4)
+
+
+def wide(kind: str) -> MtpPair:
+    """A model whose head is large enough to be packed."""
+    fields = mtp.sizes(kind, 2) | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    return mtp.build(kind, fields | {"vocab_size": 2**17 // fields["hidden_size"] * 8}, 2, 1)
+
+
+@torch.no_grad()
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_prepared_weights_are_compiled_too(kind: str) -> None:
+    one = wide(kind)
+    prepared = lowering.prepare(one.params)
+    with lowering.record() as report:
+        one.model.forward(prepared, None, fm.Batch.from_lists([[1]]))
+    assert ("linear", "onednn_packed") in {(row.op, row.kernel) for row in report.rows}
+    sides = Sides(one, 2, prepared)
+    sides.forward([3, 2])
+    sides.forward([1, 1])
+    sides.verify([1, 2])
+
+
+@torch.no_grad()
+@pytest.mark.sweep
+def test_the_bundled_model_compiled() -> None:
+    class Bundled:
+        model, params = fm.load("bundled", dtype=torch.float32)
+
+    sides = Sides(Bundled, 5)
+    sides.forward([3, 2])
+    for number in range(3):
+        sides.forward([1, 1])
+        sides.verify([number, 3 - number])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "temperature", "drawn"),
+    [
+        pytest.param("dense", 0.0, False, marks=pytest.mark.sweep),
+        pytest.param("moe", 0.9, False, marks=pytest.mark.sweep),
+        pytest.param("moe", 0.9, True, marks=pytest.mark.sweep),
+    ],
+)
+def test_a_compiled_round_equals_a_plain_one(kind: str, temperature: float, drawn: bool) -> None:
+    one, draw = small(kind), random.Random(f"{kind} {temperature} {drawn}")
+    plainly: Any = fm.Round(one.model, fm.draft(one.model, "mtp")).run
+    step = lowering.jit(plainly, donate=("state", "drafted"))
+    sampling = fm.RowSampling.of([fm.Sampling(temperature, top_k=9, top_p=0.9, seed=row) for row in range(ROWS)])
+    mine, right = (list(begun(one, [[5, 6, 7], [8]], pages=40)) for _ in range(2))
+    for number in range(6):
+        rest = (sampling, torch.tensor([4, 7]), torch.tensor([draw.randint(0, WINDOW), WINDOW]))
+        verdict, *mine = step(one.params, *mine, *rest, steps=WINDOW - 1, drawn=drawn)
+        expected, *right = plainly(one.params, *right, *rest, steps=WINDOW - 1, drawn=drawn)
+        assert torch.equal(verdict.tokens, expected.tokens), f"round {number}"
+        for actual, plain in zip(mine[:2], right[:2], strict=True):
+            assert actual.host.lengths == tuple(plain.lengths.tolist())
+            assert_rows_close(actual, plain)
+        assert_close(mine[2].hidden, right[2].hidden, looser=5, reason=ROUNDING)
+    assert step.captures == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("vocab", [82, 96])
+def test_a_compiled_draw_is_the_plain_one(vocab: int) -> None:
+    """Rows that do not fill the lanes of the machine's vectors too."""
+    sampling = fm.RowSampling.of([fm.Sampling(0.9, 9, 0.9, seed=row) for row in range(6)])
+    step, requests = lowering.jit(fm.sample), torch.arange(6)
+    for seed in range(30):
+        logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+        given = (logits, sampling, requests, torch.full((6,), seed))
+        assert torch.equal(step(*given), fm.sample(*given))
+    assert step.captures == 1
+
+
 @torch.no_grad()
 def test_what_was_lowered_under_a_policy_is_captured_under_it() -> None:
     q, k, v = (torch.randn(6, heads, 8) for heads in (4, 2, 2))

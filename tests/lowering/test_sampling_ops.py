@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import lowering
 from lowering import OPS, ops
 from lowering.op import REFERENCE
+from lowering.torch.sampling import _smallest, _smallest_by_row
 
 KERNELS = list(OPS["keep_top"].kernels)
 
@@ -96,6 +97,23 @@ def test_large_vocabularies(vocab: int, spread: float) -> None:
             assert p[row] - 1e-5 < mass < p[row] + weights[row][two].min() + 1e-5
 
 
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("spread", [0.0, 0.02, 1.0, 6.0, 40.0])
+def test_fewer_sums_over_a_row_find_what_all_halvings_find(spread: float, rounded: bool) -> None:
+    """At shares from nearly nothing to nearly all, of rows with many equal weights, with few, and with none."""
+    generator = torch.Generator().manual_seed(round(100 * spread) + rounded)
+    for vocab in (1, 2, 7, 50, 9001):
+        logits = torch.randn(20, vocab, generator=generator) * spread
+        logits = logits.bfloat16().float() if rounded else logits
+        logits[3, 1:] = -torch.inf
+        weights = (logits - logits.amax(-1, keepdim=True)).exp()
+        share = torch.rand(20, generator=generator)
+        share[:6] = torch.tensor([1e-6, 0.5, 1 - 1e-6, 0.5, 1.0, torch.inf])
+        limit = share * weights.sum(-1)
+        weights[9] = torch.nan
+        assert torch.equal(_smallest_by_row(weights, limit), _smallest(weights, limit)), vocab
+
+
 def test_a_kernel_that_reads_the_host_is_for_eager_calls() -> None:
     logits, p = torch.randn(2, 9000), torch.tensor([0.5, 0.9])
     hints: dict[str, Any] = {"largest_k": 0, "p_alone": True}
@@ -120,21 +138,21 @@ def test_a_kernel_that_reads_the_host_is_for_eager_calls() -> None:
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 4.0])
-@pytest.mark.parametrize("vocab", [1, 40, 9000])
-def test_draws_of_all_kernels_are_the_same_tokens(vocab: int, spread: float) -> None:
+@pytest.mark.parametrize(("vocab", "most"), [(1, 300), (40, 300), (9000, 300), (9001, 50)])
+def test_draws_of_all_kernels_are_the_same_tokens(vocab: int, most: int, spread: float) -> None:
     """Many settings side by side; rounded logits, so that tokens equal to the k-th lie beyond the list."""
     of, generator = np.random.default_rng(vocab), torch.Generator().manual_seed(vocab)
     rows = 37
     logits = (torch.randn(rows, vocab, generator=generator) * spread).bfloat16().float()
     logits[5], logits[6, 0] = torch.nan, torch.inf
     keys = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
-    k = torch.tensor(of.choice([0, 1, 7, 300], rows))
+    k = torch.tensor(of.choice([0, 1, 7, most], rows))
     p = torch.tensor(of.choice([1.0, 0.3, 0.9], rows), dtype=torch.float32)
     min_p = torch.tensor(of.choice([0.0, 0.1, 1.0], rows), dtype=torch.float32)
     temperature = torch.tensor(of.choice([0.3, 1.0, 3.0], rows), dtype=torch.float32)
     good = [row for row in range(rows) if row not in (5, 6)]
     for cuts in ((k, p, min_p), (k, None, None), (None, p, None), (None, None, min_p), (None, None, None)):
-        hints: dict[str, Any] = {"largest_k": 0 if cuts[0] is None else 300, "p_alone": cuts[1] is not None}
+        hints: dict[str, Any] = {"largest_k": 0 if cuts[0] is None else most, "p_alone": cuts[1] is not None}
         found = {
             name: kernel.run(logits, keys, temperature, *cuts, **hints)[good]
             for name, kernel in OPS["draw"].kernels.items()
