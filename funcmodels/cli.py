@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -27,8 +28,8 @@ from .errors import StateError
 from .generate import generate
 from .loading import directory_of, load, open_checkpoint
 from .model import build
+from .requests import Event, Result
 from .sampling import Sampling
-from .serving import Event, Result
 from .state import State
 
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
@@ -89,7 +90,13 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: as stored)")
+    parser.add_argument(
+        "--recurrent-dtype", choices=DTYPES, default="float32", help="of delta-rule states (default float32)"
+    )
     parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--backend", metavar="NAME", help="capture rounds first, with one of lowering.jit: inductor, fx (default: none)"
+    )
 
 
 def _logit_bias(text: str) -> tuple[int, float]:
@@ -126,27 +133,34 @@ def _generate(args: argparse.Namespace) -> int:
     _check_device(args.device)
     prompt = PROMPT if args.prompt is None else args.prompt
     model, params = load(args.model, dtype=DTYPES.get(args.dtype), device=args.device)
-    params = lowering.prepare(params)
-    clock = [time.perf_counter()]
+    if args.backend is None:
+        params = lowering.prepare(params)  # for kernels that a compiler does better than
+    clock = [(time.perf_counter(), 0)]
 
     def show(event: Event) -> None:
-        clock.append(time.perf_counter())
+        clock.append((time.perf_counter(), len(event.tokens)))
         if len(clock) == 2 and args.prompt is None:
             print(f"no --prompt given; continuing this piece of Python:\n\n{prompt}", file=sys.stderr, flush=True)
         print(event.text, end="", flush=True)
 
-    options = {"draft": args.draft or default_draft(model), "draft_steps": args.draft_steps, "sampling": sampling}
+    options: dict[str, Any] = {"draft": args.draft or default_draft(model), "draft_steps": args.draft_steps}
+    options |= {"recurrent_dtype": DTYPES[args.recurrent_dtype], "backend": args.backend, "sampling": sampling}
     with lowering.record() as report:
         result = generate(model, params, [prompt], args.max_new_tokens, stream=show, **options)[0]
     print(flush=True)
-    figures = (
-        _speed("prefill", result.prompt_tokens, clock[1] - clock[0]),
-        _speed("decode", len(result.tokens) - 1, clock[-1] - clock[1]),
-        *_acceptance(options["draft"], result),
-    )
+    figures = *_speeds(result, clock, args.backend is not None), *_acceptance(options["draft"], result)
     print("", *figures, sep="\n", file=sys.stderr)
     _print_report("kernels", report, Console(stderr=True))
     return 0
+
+
+def _speeds(result: Result, clock: Sequence[tuple[float, int]], captured: bool) -> list[str]:
+    """How long prefill and decoding took, by the times and tokens of the events. The first round of each captures."""
+    first = min(1 + captured, len(clock) - 1)
+    decoded = _speed("decode", sum(count for _, count in clock[first + 1 :]), clock[-1][0] - clock[first][0])
+    if captured:
+        return [f"first rounds, captured: {clock[first][0] - clock[0][0]:.2f} s", decoded]
+    return [_speed("prefill", result.prompt_tokens, clock[1][0] - clock[0][0]), decoded]
 
 
 def _speed(phase: str, tokens: int, seconds: float) -> str:

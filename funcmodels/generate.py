@@ -3,20 +3,23 @@
     results = generate(model, params, ["def f(", "class A:"], max_new_tokens=64, draft="mtp")
     for event in serve(model, params, [Request((1, 2, 3), 8)]): ...
 
-`generate` checks, tokenises and collects; `serve` streams events. The loop below them is `serving.rounds`.
+`generate` checks, tokenises and collects; `serve` streams events. The loop below them is in `serving`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from .drafts import draft as make_draft
 from .model import Model, at_least_one
+from .programs import Programs, named_draft
+from .progress import shown
+from .requests import Event, Request, Result, Row, strings, token_ids
 from .sampling import Sampling
-from .serving import Event, Request, Result, Row, Setup, rounds, strings, token_ids
+from .serving import Serving, Setup
 from .speculative import Draft
 from .step import MAX_KEPT_STEPS
 from .text import TextStream, Tokenizer, special_ids
@@ -39,6 +42,7 @@ def generate(
     page_size: int = 128,
     chunk: int = 512,
     recurrent_dtype: torch.dtype | None = None,
+    backend: str | None = None,
 ) -> list[Result]:
     """Continue each prompt; results in the order of the prompts.
 
@@ -47,20 +51,30 @@ def generate(
     one forward, which changes how many rounds are needed and nothing else. `sampling` is one for all or one a prompt.
     `eos` defaults to the checkpoint's; `()` never ends at a token. At most `rows` prompts (8 by default) run at a
     time, and prefill takes `chunk` tokens a row and round. `recurrent_dtype` is that of delta-rule matrices (float32 by
-    default; Ascend's operators take bfloat16). `stream` is called with each event. A prompt's tokens
-    depend on its own number, settings and text; on others, and on the draft, only through rounding.
+    default; Ascend's operators take bfloat16). `stream` is called with each event; without it, a terminal shows
+    progress. A prompt's tokens depend on its own number, settings and text; on others, and on the draft, only through
+    rounding.
 
-    Raises `ValueError` before any work for a prompt that is empty, too long or out of the vocabulary, and `TypeError`
-    for an argument of another type.
+    Prompts next to each other that begin with the same `page_size` tokens or more run those once
+    (`Result.shared_tokens`). The pages of all rows hold rows x (longest prompt with its new tokens, and `draft_steps`)
+    tokens, each rounded up to pages; what is held for prompts still to come adds the longest shared beginning.
+
+    `backend` names one of `lowering.jit`: rounds are captured, which takes from seconds to minutes for each program
+    (Inductor, which takes plain `params` alone), and replayed. Programs are kept with the model, for calls of the same
+    sizes. See docs/serving.md.
+
+    Raises `ValueError` before any work for a prompt that is empty, too long or out of the vocabulary, `TypeError` for
+    an argument of another type, and `FloatingPointError` where logits are no numbers.
     """
     requests = requests_of(model, prompts, max_new_tokens, sampling, eos, stop)
     results: dict[int, Result] = {}
-    setup: dict[str, Any] = {"draft": draft, "draft_steps": draft_steps, "recurrent_dtype": recurrent_dtype}
-    for event in serve(model, params, requests, rows=rows, page_size=page_size, chunk=chunk, **setup):
-        if stream is not None:
-            stream(event)
-        if event.result is not None:
-            results[event.request] = event.result
+    setup: dict[str, Any] = {"draft_steps": draft_steps, "recurrent_dtype": recurrent_dtype, "backend": backend}
+    serving = serve(model, params, requests, draft=draft, rows=rows, page_size=page_size, chunk=chunk, **setup)
+    with nullcontext(stream) if stream is not None else shown(len(requests), serving.state_bytes) as tell:
+        for event in serving:
+            tell(event)
+            if event.result is not None:
+                results[event.request] = event.result
     return [results[index] for index in range(len(requests))]
 
 
@@ -99,11 +113,12 @@ def serve(
     page_size: int = 128,
     chunk: int = 512,
     recurrent_dtype: torch.dtype | None = None,
-) -> Iterator[Event]:
-    """Run requests, `rows` at a time, and give an event for each whenever it has new tokens.
+    backend: str | None = None,
+) -> Serving:
+    """Run requests, `rows` at a time: an iterator that gives an event for each whenever it has new tokens.
 
     Noise is keyed by a request's number, so a request gives the same tokens whatever runs beside it. The arguments
-    are those of `generate`.
+    are those of `generate`. The iterator's `state_bytes` is the memory that the rows take.
     """
     sizes = {"rows": 8 if rows is None else rows, "chunk": chunk, "page_size": page_size, "draft_steps": draft_steps}
     for name, value in sizes.items():
@@ -113,7 +128,7 @@ def serve(
     for index, request in enumerate(requests):
         _check(model, index, request)
     if isinstance(draft, str):
-        draft = None if draft == "none" else make_draft(model, draft)
+        draft = None if draft == "none" else named_draft(model, draft)
     if draft is not None and (isinstance(draft, type) or not isinstance(draft, Draft)):
         raise TypeError(f"draft must be 'mtp', 'none' or an object with the functions of fm.Draft, found {draft!r}")
     tokenizer = _tokenizer(model)
@@ -121,8 +136,9 @@ def serve(
         Row(number, request, None if tokenizer is None else TextStream(tokenizer, request.stop))
         for number, request in enumerate(requests)
     ]
-    setup = Setup(sizes["rows"], page_size, chunk, draft, draft_steps, recurrent_dtype)
-    return rounds(model, params, waiting, setup)
+    programs = Programs.of(model, draft, backend)
+    setup = Setup(programs, sizes["rows"], page_size, chunk, draft, draft_steps, recurrent_dtype)
+    return Serving(model, params, waiting, setup)
 
 
 def _tokens(model: Model, index: int, prompt: Prompt) -> tuple[int, ...]:

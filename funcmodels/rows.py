@@ -1,17 +1,17 @@
-"""Rows and their pages: `reserve` before a forward, `fork`, `select` and `release` between forwards.
+"""Rows and their pages: `reserve` before a forward, `fork`, `fork_into`, `select` and `release` between forwards.
 
 These run on the host, between device programs; their tensor parts have fixed shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lowering.host import tracing
+from lowering.host import HostInt, tracing
 from params.tree import map
 
 from .pages import Lease, PagePool
@@ -21,7 +21,7 @@ Copies = list[tuple[int, int]]
 """Pairs of page ids: from, to."""
 
 
-def reserve(state: State, counts: Sequence[int]) -> State:
+def reserve(state: State, counts: Sequence[HostInt]) -> State:
     """Take the pages that `counts` more tokens a row may need, all or nothing; `OutOfPages` when there are too few.
 
     A page that another lease shares (a fork's) is never written: the row first gets a copy of it. While tracing
@@ -43,7 +43,7 @@ def reserve(state: State, counts: Sequence[int]) -> State:
     return replace(state, page_table=table, host=replace(state.host, in_table=tuple(len(x.pages) for x in leases)))
 
 
-def _private(state: State, row: int, count: int) -> int | None:
+def _private(state: State, row: int, count: HostInt) -> int | None:
     """How many pages row `row` can keep when `count` tokens are written, None when all; later ones are shared."""
     first = max(state.host.least[row], 0) // state.page_size
     lease = state.host.leases[row]
@@ -92,7 +92,61 @@ def fork(state: State, rows: Sequence[int] | None = None) -> State:
     return _take_rows(moved, rows, leases, lengths, least=lengths)
 
 
-def _moved(state: State, rows: Sequence[int], lengths: Sequence[int]) -> tuple[State, tuple[Lease, ...]]:
+def fork_into(state: State, rows: Sequence[int], source: State, row: int) -> State:
+    """`state` with a copy of `row` of `source` in each of `rows`, in place of what they held; the other rows stay.
+
+    `source` is `state` itself, or a fork of its rows: both lie in one shared pool (`ValueError` if not), so full pages
+    are shared and a partly filled one is copied. Reads the copied row's length from the device.
+    """
+    for one in (state, source):
+        check_usable(one)
+        check_fresh(one)
+    check_rows("fork_into", state, rows)
+    check_rows("fork_into", source, [row])
+    if len(set(rows)) < len(rows):
+        raise ValueError(f"fork_into: rows {list(rows)} name a row twice")
+    pool = state.host.leases[0].pool
+    if pool.owned or source.host.leases[0].pool is not pool:
+        raise ValueError(
+            "fork_into: both states must lie in one shared pool; make the first with init_state(pages=...) and fork it"
+        )
+    length = int(source.lengths[row])
+    _, taken = _shared(source, [row] * len(rows), [length] * len(rows))
+    for gone in rows:
+        state.host.leases[gone].end()
+    return _put_rows(state, dict(zip(rows, taken, strict=True)), source, row, length)
+
+
+def _put_rows(state: State, leases: Mapping[int, Lease], source: State, row: int, length: int) -> State:
+    """The state with `row` of `source`, `length` tokens long, in the rows that `leases` name."""
+    host, device = state.host, state.lengths.device
+    index = torch.tensor(list(leases), device=device)
+
+    def put(old: Tensor, new: Tensor) -> Tensor:
+        return old.index_copy(0, index, new[row].expand(len(leases), *new.shape[1:]))
+
+    def put_entry(old: Entry, new: Entry) -> Entry:
+        return old if isinstance(old, Appended) else map(put, old, new)
+
+    held = tuple(leases.get(at, lease) for at, lease in enumerate(host.leases))
+    lengths, least = (
+        tuple(length if at in leases else count for at, count in enumerate(known))
+        for known in (host.lengths, host.least)
+    )
+    log = state.log
+    if log is not None and source.log is not None:
+        log = replace(log, tip=put(log.tip, source.log.tip))
+    return replace(
+        state,
+        lengths=put(state.lengths, source.lengths),
+        page_table=page_table(held, state.page_table.shape[1], device),
+        layers=tuple(put_entry(*pair) for pair in zip(state.layers, source.layers, strict=True)),
+        log=log,
+        host=Host(lengths, held, tuple(len(lease.pages) for lease in held), least),
+    )
+
+
+def _moved(state: State, rows: Sequence[int], lengths: Sequence[HostInt]) -> tuple[State, tuple[Lease, ...]]:
     """Rows (-1: none) copied to a new pool in which each owns its pages."""
     width = state.page_table.shape[1]
     pool = PagePool(len(rows) * width, owned=True)
@@ -102,23 +156,25 @@ def _moved(state: State, rows: Sequence[int], lengths: Sequence[int]) -> tuple[S
         for row, lease, length in zip(rows, leases, lengths, strict=True)
         for pair in zip(state.host.leases[row].pages[: -(-length // state.page_size)], lease.pages, strict=False)
     ]
-    empty = (pool.pages + 1, state.page_size)
-    return _map_appended(state, lambda old: _copied(old, old.new_zeros(*empty, *old.shape[2:]), copies)), leases
+    return _map_appended(state, lambda old: _copied(old, old.new_zeros(pool.pages + 1, *old.shape[1:]), copies)), leases
 
 
 def _shared(state: State, rows: Sequence[int], lengths: Sequence[int]) -> tuple[State, tuple[Lease, ...]]:
     """Rows whose full pages are shared with the original, and whose last, partly filled page is a copy."""
-    pool = state.host.leases[0].pool
-    partial = [length % state.page_size > 0 for length in lengths]
-    fresh = iter(pool.take(sum(partial)))
+    pool, page_size = state.host.leases[0].pool, state.page_size
+    held = [state.host.leases[row].pages for row in rows]
+    full = [length // page_size for length in lengths]
+    # A draft's state may count tokens that it keeps nothing of: there is no page to copy then.
+    part = [
+        length % page_size > 0 and count < len(pages) for length, count, pages in zip(lengths, full, held, strict=True)
+    ]
+    fresh = iter(pool.take(sum(part)))
     leases, copies = [], []
-    for row, length, part in zip(rows, lengths, partial, strict=True):
-        full = length // state.page_size
-        held = state.host.leases[row].pages
-        pool.share(held[:full])
-        own = [next(fresh)] if part else []
-        copies += [(held[full], page) for page in own]
-        leases.append(Lease(pool, (*held[:full], *own)))
+    for pages, count, partial in zip(held, full, part, strict=True):
+        pool.share(pages[:count])
+        own = [next(fresh)] if partial else []
+        copies += [(pages[count], page) for page in own]
+        leases.append(Lease(pool, (*pages[:count], *own)))
     return _map_appended(state, lambda pages: _copied(pages, pages, copies)), tuple(leases)
 
 
@@ -182,7 +238,7 @@ def _released(lease: Lease) -> Lease:
 
 
 def _take_rows(
-    state: State, rows: Sequence[int], leases: tuple[Lease, ...], lengths: Sequence[int], least: Sequence[int]
+    state: State, rows: Sequence[int], leases: tuple[Lease, ...], lengths: Sequence[HostInt], least: Sequence[HostInt]
 ) -> State:
     """The state with its rows picked, -1 giving an empty one."""
     device = state.lengths.device

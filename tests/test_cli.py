@@ -108,6 +108,24 @@ def test_generate_loads_in_the_dtype_asked_for(
     assert seen == [torch.float32, torch.bfloat16]
 
 
+def test_generate_captures_and_sets_the_dtype_of_states(
+    run: Callable[..., Run], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Any, Any]] = []
+
+    def generate(*args: Any, **options: Any) -> list[fm.Result]:
+        seen.append((options["backend"], options["recurrent_dtype"]))
+        return fm.generate(*args, **options)
+
+    monkeypatch.setattr(cli, "generate", generate)
+    asked = ["generate", "--model", directory, "--prompt", "def f(", "--max-new-tokens", 5]
+    plain, captured = run(*asked), run(*asked, "--backend", "fx")
+    assert captured.out == plain.out and "captured" not in plain.err
+    assert re.search(r"first rounds, captured: \d+\.\d+ s\ndecode: 3 tokens in ", captured.err)
+    assert run(*asked, "--recurrent-dtype", "bfloat16").code == 0
+    assert seen == [(None, torch.float32), ("fx", torch.float32), (None, torch.bfloat16)]
+
+
 MISTAKES = [
     (["--temperature", -1], "temperature must be 0"), (["--top-p", 0], "top_p must be"),
     (["--draft", "mtp"], "this model has no mtp head"), (["--max-new-tokens", 0], "max_new_tokens must be at least 1"),
@@ -117,6 +135,7 @@ MISTAKES = [
     (["--device", "meta"], "device 'meta' holds shapes without values"),
     (["--repetition-penalty", 0], "repetition_penalty must be a positive number"),
     (["--logit-bias", "99999=1"], "logit_bias has token ids outside the vocabulary"),
+    (["--backend", "graph"], "backend='graph' is not known; there are: inductor, fx"),
 ]  # fmt: skip
 
 

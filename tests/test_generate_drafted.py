@@ -48,7 +48,7 @@ class Scripted:
         self, params: Any, state: fm.State, out: Any, batch: fm.Batch, next_tokens: torch.Tensor, carry: Any = None
     ) -> tuple[fm.State, fm.Carry]:
         """Count the tokens and keep the newest."""
-        kept, ends = [], batch.query_start.tolist()
+        kept, ends, next_tokens = [], batch.query_start.tolist(), next_tokens.flatten()
         newest = [0] * batch.rows if carry is None else carry.token.tolist()
         for row, (start, end) in enumerate(pairwise(ends)):
             known = [token for token in next_tokens[start:end].tolist() if token >= 0]
@@ -58,7 +58,9 @@ class Scripted:
         grown = fm.State(**{**state.__dict__, "lengths": lengths})
         return grown, fm.Carry(torch.tensor(newest), torch.zeros(batch.rows, 1))
 
-    def propose(self, params: Any, state: fm.State, carry: fm.Carry, steps: int = 3) -> tuple[fm.Proposal, fm.State]:
+    def propose(
+        self, params: Any, state: fm.State, carry: fm.Carry, steps: int = 3, noise: Any = None
+    ) -> tuple[fm.Proposal, fm.State]:
         """The text's next tokens, or wrong ones."""
         drafts = []
         for root, place in zip(carry.token.tolist(), state.lengths.tolist(), strict=True):

@@ -1,0 +1,166 @@
+"""Requests and what becomes of them: the values that `generate` and `serve` take and give, and a request's progress."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .model import at_least_one
+from .sampling import Sampling
+from .text import TextStream
+
+FinishReason = Literal["length", "eos", "stop"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and when to stop: after `max_new_tokens`, at a token of `eos`, or where the text has a `stop` string.
+
+    Raises `TypeError` for a field of another type, `ValueError` for `max_new_tokens` below 1.
+    """
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling = Sampling()
+    eos: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        at_least_one("max_new_tokens", self.max_new_tokens)
+        token_ids("prompt", self.prompt)
+        token_ids("eos", self.eos)
+        if not isinstance(self.sampling, Sampling):
+            raise TypeError(f"sampling must be a Sampling, found {self.sampling!r}")
+        if isinstance(self.stop, str) or strings(self.stop) is None:
+            raise TypeError(f"stop must be a tuple of strings, found {self.stop!r}")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one prompt.
+
+    `tokens` are all new tokens, those of the end included. `text` is theirs up to the end-of-text token or the stop
+    string, both left out, and None without a tokenizer. `rounds` counts the forwards of the model after prefill.
+    `accepted[i]` of them took the draft of place i (0 is the first); without a draft it is empty. `shared_tokens` of
+    the `prompt_tokens` were not run for this prompt: another one that begins alike had run them.
+    """
+
+    tokens: list[int]
+    text: str | None
+    finish_reason: FinishReason
+    rounds: int
+    prompt_tokens: int
+    accepted: tuple[int, ...] = ()
+    shared_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Event:
+    """News of request number `request`: tokens, the text that is certain by now, and at the end its result."""
+
+    request: int
+    tokens: tuple[int, ...]
+    text: str
+    result: Result | None = None
+
+
+def token_ids(name: str, given: Any) -> tuple[int, ...]:
+    """Token ids as integers. `TypeError` for anything that would have to be rounded or read as text."""
+    try:
+        return tuple(map(operator.index, given))
+    except TypeError:
+        raise TypeError(f"{name} must be a list of integer token ids, found {given!r:.100}") from None
+
+
+def strings(given: Any) -> tuple[str, ...] | None:
+    """What is given as a tuple, None if it is no collection of strings."""
+    if not isinstance(given, Iterable):
+        return None
+    found = tuple(given)
+    return found if all(isinstance(one, str) for one in found) else None
+
+
+@dataclass
+class Row:
+    """A request that has a row of the state, or waits for one: how much of its prompt is in, and what came out so far.
+
+    It begins from the first `start` tokens of its prompt, which prompt number `source` runs, and stops on its own way
+    at each of `holds`, where others begin.
+    """
+
+    number: int
+    request: Request
+    text: TextStream | None = None
+    source: int | None = None
+    start: int = 0
+    holds: tuple[int, ...] = ()
+    fed: int = 0
+    tokens: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    rounds: int = 0
+    accepted: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
+
+    @property
+    def live(self) -> bool:
+        """Whether it has not ended."""
+        return self.reason is None
+
+    @property
+    def through(self) -> bool:
+        """Whether the whole prompt is in."""
+        return self.fed == len(self.request.prompt)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the tokens that it begins from are not in yet."""
+        return self.fed < self.start
+
+    def feed(self, chunk: int) -> tuple[int, ...]:
+        """The next tokens of the prompt, at most `chunk`, from now on counted as in; none while it waits or is done."""
+        if self.waits or not self.live:
+            return ()
+        stop = next((at for at in self.holds if at > self.fed), len(self.request.prompt))
+        piece = self.request.prompt[self.fed : min(self.fed + chunk, stop)]
+        self.fed += len(piece)
+        return piece
+
+    def take(self, offered: Sequence[int]) -> Event:
+        """Take new tokens, up to the one that ends the row."""
+        known = len(self.tokens)
+        piece = ""
+        for token in offered:
+            self.tokens.append(token)
+            piece += self._read(token)
+            if self.reason is not None:
+                piece += self.text.finish() if self.text is not None else ""
+                break
+        self.pieces.append(piece)
+        return Event(self.number, tuple(self.tokens[known:]), piece, self._result())
+
+    def count_round(self, accepted: Sequence[bool] = ()) -> None:
+        """Count a forward after prefill, and which of its drafts the row took."""
+        self.rounds += 1
+        before = self.accepted or [0] * len(accepted)
+        self.accepted = [count + new for count, new in zip(before, accepted, strict=True)]
+
+    def _read(self, token: int) -> str:
+        """The text that is certain with `token`, and the reason to end if there is one."""
+        if token in self.request.eos:
+            self.reason = "eos"
+            return ""
+        piece = self.text.push(token) if self.text is not None else ""
+        if self.text is not None and self.text.stopped:
+            self.reason = "stop"
+        elif len(self.tokens) == self.request.max_new_tokens:
+            self.reason = "length"
+        return piece
+
+    def _result(self) -> Result | None:
+        if self.reason is None:
+            return None
+        text = None if self.text is None else "".join(self.pieces)
+        prompt = len(self.request.prompt)
+        return Result(self.tokens, text, self.reason, self.rounds, prompt, tuple(self.accepted), self.start)
