@@ -1,4 +1,4 @@
-"""Feed-forward blocks: SwiGLU, and the mixture of experts with a gated shared expert."""
+"""Feed-forward blocks: SwiGLU, and mixtures of experts whose shared expert has a gate (Qwen3.5) or none (DeepSeek)."""
 
 from __future__ import annotations
 
@@ -44,6 +44,15 @@ class SharedExpertMoe:
 
 
 @tree
+class GroupedMoe:
+    """Routed experts, plus one for every token. The router is float32 whatever the model runs in."""
+
+    router: Linear
+    experts: Experts
+    shared: Mlp
+
+
+@tree
 class Routing:
     """What a router chose: expert ids and their weights."""
 
@@ -58,13 +67,22 @@ def mlp_spec(hidden: int, inner: int) -> Mlp:
 
 def moe_spec(hidden: int, experts: int, inner: int, shared_inner: int) -> SharedExpertMoe:
     """Spec of a mixture of experts with a shared expert."""
-    routed = unchecked(
-        Experts, gate_up=TensorSpec((experts, 2 * inner, hidden)), down=TensorSpec((experts, hidden, inner))
-    )
     return unchecked(
-        SharedExpertMoe, router=linear_spec(hidden, experts), experts=routed, shared=mlp_spec(hidden, shared_inner),
-        shared_gate=linear_spec(hidden, 1),
+        SharedExpertMoe, router=linear_spec(hidden, experts), experts=_experts_spec(hidden, experts, inner),
+        shared=mlp_spec(hidden, shared_inner), shared_gate=linear_spec(hidden, 1),
     )  # fmt: skip
+
+
+def grouped_moe_spec(hidden: int, experts: int, inner: int, shared_inner: int) -> GroupedMoe:
+    """Spec of a mixture of experts with a shared expert without a gate."""
+    router = unchecked(Linear, weight=TensorSpec((experts, hidden), dtype=torch.float32))
+    routed = _experts_spec(hidden, experts, inner)
+    return unchecked(GroupedMoe, router=router, experts=routed, shared=mlp_spec(hidden, shared_inner))
+
+
+def _experts_spec(hidden: int, experts: int, inner: int) -> Experts:
+    gate_up, down = TensorSpec((experts, 2 * inner, hidden)), TensorSpec((experts, hidden, inner))
+    return unchecked(Experts, gate_up=gate_up, down=down)
 
 
 def mlp(params: Mlp, x: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
@@ -80,3 +98,13 @@ def moe(
     routed = ops.experts(x, weights, ids, params.experts.gate_up, params.experts.down)
     shared = torch.sigmoid(ops.linear(x, params.shared_gate.weight)) * mlp(params.shared, x)
     return routed + shared, Routing(ids, weights)
+
+
+def grouped_moe(
+    params: GroupedMoe, x: Float[Tensor, "tokens hidden"], *, top_k: int, groups: int, kept_groups: int, scale: float
+) -> tuple[Float[Tensor, "tokens hidden"], Routing]:
+    """Weighted sum of the experts chosen by `route_grouped`, plus the shared expert; and the choice."""
+    logits = ops.linear(x.to(params.router.weight.dtype), params.router.weight)
+    weights, ids = ops.route_grouped(logits, top_k=top_k, groups=groups, kept_groups=kept_groups, scale=scale)
+    routed = ops.experts(x, weights.to(x.dtype), ids, params.experts.gate_up, params.experts.down)
+    return routed + mlp(params.shared, x), Routing(ids, weights)

@@ -1,8 +1,8 @@
 """Mixture of experts: routing in one operator; experts as a sort of the rows, two grouped products and a weighted sum.
 
-The operators are npu_moe_gating_top_k_softmax_v2, then npu_moe_init_routing_v2, npu_grouped_matmul, npu_swiglu and
-npu_moe_token_unpermute. Rows are token-major: row i * choices + j is choice j of token i. Group sizes are counts, on
-the device.
+The operators are npu_moe_gating_top_k_softmax_v2, or npu_moe_gating_top_k for experts in groups, then
+npu_moe_init_routing_v2, npu_grouped_matmul, npu_swiglu and npu_moe_token_unpermute. Rows are token-major: row
+i * choices + j is choice j of token i. Group sizes are counts, on the device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from params.tree import tree
 
-from ..ops.moe import experts, route_softmax
+from ..ops.moe import experts, route_grouped, route_softmax
 from ..weights import PreparedWeight, plain
 from .features import npu
 from .kernel import FLOATS, above, empty, fused, wrong_dtype
@@ -75,6 +75,33 @@ def _refuse_route(logits, *, top_k) -> str | None:
 def _route(logits, *, top_k):
     # renorm=1 takes the best first and the softmax over those: the softmax over all, renormalised over those chosen.
     weights, ids, _ = npu.npu_moe_gating_top_k_softmax_v2(logits.contiguous(), k=top_k, renorm=1, output_softmax=False)
+    return weights, ids
+
+
+MOST_GROUPED = 2048
+"""Experts that the routing in groups takes, each group filled up to a multiple of 32."""
+BY_BEST, SOFTMAX, NORM_FIRST = 0, 0, 0
+"""A group is as good as its best expert; scores are a softmax; over all experts, before any is chosen."""
+
+
+def _refuse_grouped(logits, *, top_k, groups, kept_groups, scale) -> str | None:
+    count = logits.shape[1]
+    if count // groups <= 2:
+        return f"takes groups of 3 experts or more; this call has {count // groups}"
+    if not 1 <= top_k <= count // groups * kept_groups:
+        return f"takes as many choices as the kept groups have experts at most; this call has {top_k}"
+    if -(-(count // groups) // 32) * 32 * groups > MOST_GROUPED:
+        return f"takes at most {MOST_GROUPED} experts, groups filled up to multiples of 32; this call has {count}"
+    return wrong_dtype(FLOATS, logits=logits) or empty(logits=logits)
+
+
+@fused(route_grouped, "npu_moe_gating_top_k", "npu_moe_gating_top_k", refuse=_refuse_grouped)
+def _route_grouped(logits, *, top_k, groups, kept_groups, scale):
+    # It scales what it returns, and leaves the softmax as it is over those chosen.
+    weights, ids, _ = npu.npu_moe_gating_top_k(
+        logits, top_k, k_group=kept_groups, group_count=groups, group_select_mode=BY_BEST, renorm=NORM_FIRST,
+        norm_type=SOFTMAX, routed_scaling_factor=scale,
+    )  # fmt: skip
     return weights, ids
 
 

@@ -26,6 +26,24 @@ def route_softmax(
 
 
 @op
+def route_grouped(
+    logits: Float[Tensor, "tokens experts"], *, top_k: int, groups: int, kept_groups: int, scale: float
+) -> tuple[Float[Tensor, "tokens choices"], Int[Tensor, "tokens choices"]]:
+    """The `top_k` experts of each token among those of its best groups, and their weights (DeepSeek-V2).
+
+    Probabilities are a softmax over all experts, in float32 or wider. A group is as good as its most probable expert,
+    and `kept_groups` of them stay. Weights are `scale` times the probabilities, not renormalised over those chosen.
+    """
+    weights = wide(logits).softmax(-1)
+    if kept_groups < groups:
+        best = weights.unflatten(-1, (groups, -1)).amax(-1).topk(kept_groups, -1).indices
+        kept = (best[..., None] == torch.arange(groups, device=best.device)).any(-2)
+        weights = torch.where(kept.repeat_interleave(weights.shape[1] // groups, -1), weights, 0)
+    weights, ids = weights.topk(top_k, -1)
+    return (weights * scale).to(logits.dtype), ids
+
+
+@op
 def experts(
     x: Float[Tensor, "tokens hidden"],
     weights: Float[Tensor, "tokens choices"],

@@ -1,8 +1,8 @@
 """Rotary position embedding: angles from positions, and their application to queries and keys.
 
 Angles are computed in float32, whatever dtype they turn. `rotary` turns the halves of the first channels (pairs i,
-i + rotary_dim/2) and leaves the others as they are; `rotary_interleaved` turns neighbours (pairs 2i, 2i + 1), as
-multi-head latent attention does.
+i + rotary_dim/2) and leaves the others as they are; `rotary_interleaved` turns neighbours (pairs 2i, 2i + 1) and sorts
+them, as multi-head latent attention wants it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,35 @@ def _inverse_frequencies(rotary_dim: int, theta: float, device: torch.device) ->
 
 @op
 def rotary_angles(
-    positions: Int[Tensor, " tokens"], *, rotary_dim: int, theta: float
+    positions: Int[Tensor, " tokens"], *, rotary_dim: int, theta: float, factor: float = 1.0
 ) -> tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]]:
-    """Cosine and sine of position * theta^(-2i/rotary_dim), for i < rotary_dim/2."""
-    angles = positions.float()[:, None] * _inverse_frequencies(rotary_dim, theta, positions.device)
+    """Cosine and sine of position * theta^(-2i/rotary_dim) / factor, for i < rotary_dim/2.
+
+    `factor` is that of linear scaling: places of a longer text are pressed into the range that was trained.
+    """
+    angles = positions.float()[:, None] * (_inverse_frequencies(rotary_dim, theta, positions.device) / factor)
     return angles.cos(), angles.sin()
+
+
+@op
+def yarn_angles(
+    positions: Int[Tensor, " tokens"],
+    *,
+    rotary_dim: int,
+    theta: float,
+    factor: float,
+    ramp: tuple[float, float],
+    multiplier: float,
+) -> tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]]:
+    """`rotary_angles` stretched to a longer context (YaRN), times `multiplier`.
+
+    Frequency i is kept where i <= ramp[0], divided by `factor` where i >= ramp[1], and goes over between the two.
+    """
+    kept = _inverse_frequencies(rotary_dim, theta, positions.device)
+    index = torch.arange(rotary_dim // 2, device=positions.device, dtype=torch.float32)
+    share = ((index - ramp[0]) / (ramp[1] - ramp[0])).clamp(0, 1)
+    angles = positions.float()[:, None] * (kept / factor * share + kept * (1 - share))
+    return angles.cos() * multiplier, angles.sin() * multiplier
 
 
 @op
@@ -67,18 +91,15 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @op
 def rotary_interleaved(
-    q: Float[Tensor, "tokens heads head_dim"],
-    k: Float[Tensor, "tokens kv_heads head_dim"],
-    cos: Float[Tensor, "tokens half"],
-    sin: Float[Tensor, "tokens half"],
-) -> tuple[Float[Tensor, "tokens heads head_dim"], Float[Tensor, "tokens kv_heads head_dim"]]:
-    """Rotate the first 2 * half channels as complex pairs (2i, 2i + 1), at least in float32, keeping the layout."""
-    cos, sin = cos[:, None], sin[:, None]
-    return _rotate_pairs(q, cos, sin), _rotate_pairs(k, cos, sin)
+    x: Float[Tensor, "tokens heads head_dim"], cos: Float[Tensor, "tokens half"], sin: Float[Tensor, "tokens half"]
+) -> Float[Tensor, "tokens heads head_dim"]:
+    """Rotate the first 2 * half channels as complex pairs (2i, 2i + 1), at least in float32 (DeepSeek-V2).
 
-
-def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    What comes out is sorted: the first members of all pairs, then the second ones. Queries and keys that were both
+    turned so have the same products as in the order of pairs, and Ascend's fused operators leave keys so.
+    """
     width = 2 * cos.shape[-1]
+    cos, sin = cos[:, None], sin[:, None]
     even, odd = wide(x[..., 0:width:2]), wide(x[..., 1:width:2])
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
-    return torch.cat((turned.to(x.dtype), x[..., width:]), -1)
+    turned = torch.cat((even * cos - odd * sin, odd * cos + even * sin), -1).to(x.dtype)
+    return torch.cat((turned, x[..., width:]), -1)

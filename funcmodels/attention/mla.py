@@ -1,0 +1,153 @@
+"""Multi-head latent attention: one latent and one rope key a token in the state, keys and values of all heads from it.
+
+DeepSeek-V2; see `lowering.ops.mla` for the arithmetic.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from lowering import ops
+from lowering.layouts import NdPages, NzPages, layout_for
+from lowering.weights import PreparedWeight, plain
+from params.spec import TensorSpec
+from params.tree import map, tree, unchecked
+
+from ..blocks.linear import Linear, Norm, PrepareWeight, linear_spec, norm_spec, project
+from ..errors import StateError
+from ..state import Appended
+from ..step import Step
+
+
+@tree
+class UpProjection:
+    """What makes keys and values of latents: per head the rows of its key without rope, then those of its value."""
+
+    weight: Float[Tensor, "up_rows latent_dim"] | PreparedWeight
+
+    def lower_weights(self, prepare: PrepareWeight) -> UpProjection:
+        """With the weight in the layout of the kernel that will read it."""
+        return unchecked(UpProjection, weight=prepare("mla_prefix_attention", self.weight))
+
+
+@tree
+class LatentAttention:
+    """`down` rows: queries (or their latent, where `q_norm` and `q_up` make queries of it), then latent and rope key.
+
+    A query is a part without rope, then one with it. Biases are those of the queries' latent, and of latent and rope.
+    """
+
+    down: Linear
+    q_bias: Float[Tensor, " q_rank"] | None
+    kv_bias: Float[Tensor, " latent_and_rope"] | None
+    q_norm: Norm | None
+    q_up: Linear | None
+    latent_norm: Norm
+    up: UpProjection
+    out: Linear
+
+
+@tree
+class LatentPages(Appended):
+    """Latents after their norm, and rope keys after rotation, of every token."""
+
+    latent: NdPages | NzPages
+    rope: NdPages | NzPages
+
+
+def latent_attention_spec(
+    hidden: int, heads: int, nope_dim: int, rope_dim: int, v_dim: int, q_rank: int, latent_dim: int, bias: bool
+) -> LatentAttention:
+    """Spec of the parameters. With `q_rank` 0 queries have no latent, and never a bias."""
+    queries = heads * (nope_dim + rope_dim)
+    return unchecked(
+        LatentAttention,
+        down=linear_spec(hidden, q_rank or queries, latent_dim + rope_dim),
+        q_bias=TensorSpec((q_rank,), "zeros") if bias and q_rank else None,
+        kv_bias=TensorSpec((latent_dim + rope_dim,), "zeros") if bias else None,
+        q_norm=norm_spec(q_rank, "ones") if q_rank else None,
+        q_up=linear_spec(q_rank, queries) if q_rank else None,
+        latent_norm=norm_spec(latent_dim, "ones"),
+        up=unchecked(UpProjection, weight=TensorSpec((heads * (nope_dim + v_dim), latent_dim))),
+        out=linear_spec(heads * v_dim, hidden, bias=bias),
+    )
+
+
+def latent_pages(
+    pages: int, page_size: int, latent_dim: int, rope_dim: int, dtype: torch.dtype, device: torch.device,
+    layout: str | None,
+) -> LatentPages:  # fmt: skip
+    """Empty pages 0..`pages`, page 0 being scratch, in the layout called so or the one that suits the target."""
+    kind = layout_for(layout, device, dtype, page_size, (latent_dim, rope_dim))
+    return LatentPages(*(kind.empty(pages + 1, page_size, width, dtype, device) for width in (latent_dim, rope_dim)))
+
+
+def latent_attention(
+    params: LatentAttention,
+    x: Float[Tensor, "tokens hidden"],
+    past: LatentPages | None,
+    step: Step,
+    rotary: tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]],
+    *,
+    heads: int,
+    nope_dim: int,
+    v_dim: int,
+    scale: float,
+    eps: float,
+) -> tuple[Float[Tensor, "tokens hidden"], LatentPages | None]:
+    """out(attention over the row's latents), and the pages with the new latents and rope keys written.
+
+    `eps` is that of the norms of latents.
+    """
+    latent_dim, rope_dim = params.latent_norm.weight.shape[0], 2 * rotary[0].shape[1]
+    projected = ops.linear(x, params.down.weight)
+    q, kv = projected.split((projected.shape[1] - latent_dim - rope_dim, latent_dim + rope_dim), -1)
+    q, kv = (x if bias is None else x + bias for x, bias in ((q, params.q_bias), (kv, params.kv_bias)))
+    if params.q_norm is not None and params.q_up is not None:
+        q = ops.linear(ops.rms_norm(q, params.q_norm.weight, eps=eps), params.q_up.weight)
+    if q.shape[1] != heads * (nope_dim + rope_dim):
+        raise ValueError(
+            f"latent_attention: queries have {q.shape[1]} channels, expected {heads * (nope_dim + rope_dim)} "
+            f"({heads} heads of {nope_dim} without rope and {rope_dim} with it)"
+        )
+    q = rearrange(q, "tokens (heads dim) -> tokens heads dim", heads=heads)
+    q_nope, q_rope = q.split((nope_dim, rope_dim), -1)
+    q_rope = ops.rotary_interleaved(q_rope, *rotary)
+    rows = {"max_query": step.max_query, "uniform": step.uniform, "scale": scale}
+    if past is None:
+        y = _among_themselves(params, q_nope, q_rope, kv, step, rotary, rows, v_dim, eps)
+        return project(params.out, y.flatten(1)), None
+    if (past.latent.width, past.rope.width) != (latent_dim, rope_dim):
+        raise StateError(
+            f"the state's latents have {past.latent.width} channels and rope keys {past.rope.width}, the layer's "
+            f"{latent_dim} and {rope_dim}; make the state with the init_state of a model whose config is that of the "
+            "parameters"
+        )
+    if kv.requires_grad:
+        # Under autograd nothing is written in place: a backward reads the pages as they were.
+        past = map(torch.clone, past)
+    *pages, latent, rope = ops.latent_norm_rope_write(
+        past.latent, past.rope, kv, params.latent_norm.weight, *rotary, step.slots, eps=eps
+    )
+    y = ops.mla_prefix_attention(
+        q_nope, q_rope, latent, rope, *pages, params.up.weight, step.page_table, step.lengths, step.query_start,
+        step.host, v_dim=v_dim, **rows,
+    )  # fmt: skip
+    return project(params.out, y.flatten(1)), LatentPages(*pages)
+
+
+def _among_themselves(
+    params: LatentAttention, q_nope: Tensor, q_rope: Tensor, kv: Tensor, step: Step, rotary: tuple[Tensor, Tensor],
+    rows: dict[str, float], v_dim: int, eps: float,
+) -> Float[Tensor, "tokens heads v_dim"]:  # fmt: skip
+    """Without a state: keys and values of all heads are made, and each token sees its row's earlier ones."""
+    latent, rope = kv.split((params.latent_norm.weight.shape[0], q_rope.shape[2]), -1)
+    latent = ops.rms_norm(latent, params.latent_norm.weight, eps=eps)
+    rope = ops.rotary_interleaved(rope[:, None], *rotary)
+    both = ops.linear(latent, plain(params.up.weight)).unflatten(1, (q_nope.shape[1], -1))
+    k_nope, v = both.split((q_nope.shape[2], v_dim), -1)
+    q, k = torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, rope.expand(-1, q_rope.shape[1], -1)), -1)
+    return ops.attention(q, k, v, step.query_start, **rows)

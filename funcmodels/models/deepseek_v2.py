@@ -1,0 +1,152 @@
+"""DeepSeek-V2 and V2-Lite: latent attention, the first layers dense, the others mixtures of experts in groups.
+
+Text models. Source: `DeepseekV2Config` and `DeepseekV2ForCausalLM` of transformers 5.24.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lowering import ops
+from params.spec import TensorSpec
+from params.tree import tree, unchecked
+
+from ..attention.mla import LatentAttention, LatentPages, latent_attention, latent_attention_spec, latent_pages
+from ..batch import Batch
+from ..blocks.linear import Embedding, Linear, Norm, linear_spec, norm_spec
+from ..blocks.mlp import GroupedMoe, Mlp, grouped_moe, grouped_moe_spec, mlp, mlp_spec
+from ..output import LogitsOf, Output, Taps, head_logits
+from ..state import Entry, State
+from ..step import Step, begin, finish
+from .deepseek_v2_config import LATENT_EPS, DeepseekV2Config, read_config
+
+__all__ = ["DeepseekV2Config", "DeepseekV2Params", "forward", "init_entries", "param_spec", "read_config"]
+
+
+@tree
+class Layer:
+    """One decoder layer: latent attention and a feed-forward block, each behind a norm."""
+
+    input_norm: Norm
+    attn: LatentAttention
+    post_norm: Norm
+    mlp: Mlp | GroupedMoe
+
+
+@tree
+class DeepseekV2Params:
+    """All parameters. `head` is None when the embedding is tied to it."""
+
+    embed: Embedding
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: Linear | None
+
+
+def param_spec(config: DeepseekV2Config) -> DeepseekV2Params:
+    """The parameter tree with a `TensorSpec` at each leaf."""
+    hidden = config.hidden_size
+    return unchecked(
+        DeepseekV2Params,
+        embed=unchecked(Embedding, weight=TensorSpec((config.vocab_size, hidden)), head=None),
+        layers=tuple(_layer_spec(config, routed) for routed in config.experts_in_layer),
+        norm=norm_spec(hidden, "ones"),
+        head=None if config.tie_word_embeddings else linear_spec(hidden, config.vocab_size),
+    )
+
+
+def _layer_spec(config: DeepseekV2Config, routed: bool) -> Layer:
+    hidden, inner = config.hidden_size, config.moe_intermediate_size
+    attn = latent_attention_spec(
+        hidden, config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim,
+        config.q_lora_rank, config.kv_lora_rank, config.attention_bias,
+    )  # fmt: skip
+    if routed:
+        feed = grouped_moe_spec(hidden, config.n_routed_experts, inner, config.n_shared_experts * inner)
+    else:
+        feed = mlp_spec(hidden, config.intermediate_size)
+    norms = {name: norm_spec(hidden, "ones") for name in ("input_norm", "post_norm")}
+    return unchecked(Layer, attn=attn, mlp=feed, **norms)
+
+
+def init_entries(
+    config: DeepseekV2Config, rows: int, pages: int, page_size: int,
+    dtype: torch.dtype, recurrent_dtype: torch.dtype, device: torch.device, layout: str | None = None,
+) -> tuple[Entry, ...]:  # fmt: skip
+    """One empty entry a layer."""
+    widths = config.kv_lora_rank, config.qk_rope_head_dim
+    return tuple(
+        latent_pages(pages, page_size, *widths, dtype, device, layout) for _ in range(config.num_hidden_layers)
+    )
+
+
+def forward(
+    config: DeepseekV2Config,
+    params: DeepseekV2Params,
+    state: State | None,
+    batch: Batch,
+    *,
+    logits: LogitsOf = "all",
+    outputs: Sequence[str] = (),
+    keep_steps: bool = False,
+) -> tuple[Output, State | None]:
+    """Logits and final hidden of the batch's tokens, and the state that holds them too. See `Model.forward`."""
+    taps = Taps(outputs, _tap_names(config))
+    step = begin(state, batch, keep_steps)
+    rotary = _rotary(config, step)
+    eps = config.rms_norm_eps
+    entries: list[Entry | None] = []
+    x = ops.embedding(batch.tokens, params.embed.weight)
+    normed = ops.rms_norm(x, params.layers[0].input_norm.weight, eps=eps)
+    next_norms = [layer.input_norm for layer in params.layers[1:]] + [params.norm]
+    for index, (layer, next_norm) in enumerate(zip(params.layers, next_norms, strict=True)):
+        mixed, entry = latent_attention(
+            layer.attn, normed, step.past(index, LatentPages), step, rotary,
+            heads=config.num_attention_heads, nope_dim=config.qk_nope_head_dim, v_dim=config.v_head_dim,
+            scale=config.softmax_scale, eps=LATENT_EPS,
+        )  # fmt: skip
+        normed, x = ops.add_rms_norm(mixed, x, layer.post_norm.weight, eps=eps)
+        fed = _feed_forward(config, layer.mlp, normed, index, taps)
+        normed, x = ops.add_rms_norm(fed, x, next_norm.weight, eps=eps)
+        taps.offer(f"layers.{index}", x)
+        entries.append(entry)
+    return Output(head_logits(normed, _head(params), step, logits), normed, taps.taken()), finish(step, entries)
+
+
+def _head(params: DeepseekV2Params) -> Any:
+    """The output projection's weight: its own, or the embedding's where the two are tied."""
+    if params.head is not None:
+        return params.head.weight
+    return params.embed.weight if params.embed.head is None else params.embed.head
+
+
+def _tap_names(config: DeepseekV2Config) -> list[str]:
+    layers = [f"layers.{index}" for index in range(config.num_hidden_layers)]
+    routed = zip(layers, config.experts_in_layer, strict=True)
+    return layers + [f"{layer}.router" for layer, experts in routed if experts]
+
+
+def _rotary(config: DeepseekV2Config, step: Step) -> tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]]:
+    sizes: dict[str, Any] = {"rotary_dim": config.qk_rope_head_dim, "theta": config.rope_theta}
+    if config.rope_type == "default":
+        return ops.rotary_angles(step.positions, **sizes)
+    stretch = {"factor": config.factor, "ramp": config.ramp, "multiplier": config.angle_multiplier}
+    return ops.yarn_angles(step.positions, **sizes, **stretch)
+
+
+def _feed_forward(
+    config: DeepseekV2Config, params: Mlp | GroupedMoe, x: Float[Tensor, "tokens hidden"], index: int, taps: Taps
+) -> Float[Tensor, "tokens hidden"]:
+    if isinstance(params, Mlp):
+        return mlp(params, x)
+    groups, kept = config.groups
+    y, routing = grouped_moe(
+        params, x, top_k=config.num_experts_per_tok, groups=groups, kept_groups=kept, scale=config.routed_scaling_factor
+    )
+    taps.offer(f"layers.{index}.router", routing)
+    return y

@@ -1,0 +1,465 @@
+"""Latent attention on Ascend, kernel by kernel, against dense float64 attention on the keys of all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowering
+from lowering import OPS, LoweringError, Policy, npu_reference
+from lowering.dryrun import versions
+from lowering.host import HostLengths
+from lowering.layouts import LAYOUTS, NdPages, NzPages
+from lowering.npu import features, mla
+from lowering.target import named
+from tests.cases import Draw
+
+OP = OPS["mla_prefix_attention"]
+TWO, CONCAT, RING, ABSORBED = "two_fia_merge", "concat_fia", "atb_ring_mla", "npu_fia_absorbed"
+KERNELS = (TWO, CONCAT, RING, ABSORBED)
+FIA, UPDATE = "npu_fused_infer_attention_score_v2", "npu_attention_update"
+BOUNDS = {torch.float16: 3e-3, torch.bfloat16: 2e-2}
+TARGETS = ("ascend910b", "ascend910_93")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Widths of a head and of a latent; `rope` 0 is attention without rope."""
+
+    heads: int = 2
+    nope: int = 128
+    rope: int = 64
+    v: int = 128
+    latent: int = 512
+
+
+@dataclass(frozen=True)
+class Made:
+    """A call, and what its rows hold as the test wrote it down: latents and rope keys of every token, in order."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    held: list[tuple[Tensor, Tensor]]
+    counts: Sequence[int]
+    sizes: Sizes
+
+    def run(self, kernel: str, target: str = "ascend910b") -> Tensor:
+        with lowering.use(Policy({OP.name: kernel}), target=target):
+            return OP(*self.args, **self.kwargs)
+
+    def expected(self) -> Tensor:
+        """Row by row, head by head, in float64; zeros for padding."""
+        q_nope, q_rope, up = self.args[0], self.args[1], self.args[6].double()
+        sizes, scale = self.sizes, self.kwargs["scale"]
+        out = torch.zeros(*q_nope.shape[:2], sizes.v, dtype=torch.float64)
+        start = 0
+        for count, (latent, rope) in zip(self.counts, self.held, strict=True):
+            later = torch.ones(count, len(latent)).triu(len(latent) - count + 1).bool()
+            for head in range(sizes.heads):
+                rows = up[head * (sizes.nope + sizes.v) :][: sizes.nope + sizes.v]
+                scores = q_nope[start : start + count, head].double() @ (latent.double() @ rows[: sizes.nope].T).T
+                if q_rope is not None:
+                    scores += q_rope[start : start + count, head].double() @ rope.double().T
+                weights = (scale * scores).masked_fill(later, -torch.inf).softmax(-1)
+                out[start : start + count, head] = weights @ latent.double() @ rows[sizes.nope :].T
+            start += count
+        return out
+
+
+def made(
+    counts: Sequence[int], past: Sequence[int], sizes: Sizes = Sizes(), dtype: torch.dtype = torch.bfloat16, *,
+    page_size: int = 128, layout: str = "nd", padding: int = 0, filler: float = 0.0, sharpness: float = 1.0,
+    seed: int = 0,
+) -> Made:  # fmt: skip
+    """Pages in random order among NaN; `filler` is what padding tokens hold.
+
+    A `sharpness` other than 1 multiplies the logits. Then the up-projection picks channels, so that no key and no
+    absorbed query is rounded, whose error the logits' size would multiply.
+    """
+    draw = Draw(dtype, seed)
+    lengths = [count + before for count, before in zip(counts, past, strict=True)]
+    held = [(draw.normal(length, sizes.latent), draw.normal(length, sizes.rope)) for length in lengths]
+    used = [-(-length // page_size) for length in lengths]
+    order = (1 + draw.distinct(sum(used) + 1, 1, sum(used) + 1)[0]).tolist()
+    ends = list(accumulate(used))
+    pages = [tuple(order[end - count : end]) for end, count in zip(ends, used, strict=True)]
+    table = torch.zeros(len(counts), max(used) + 2, dtype=torch.int32)
+    for row, ids in enumerate(pages):
+        table[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+    pools = []
+    for index, width in enumerate((sizes.latent, sizes.rope)):
+        plain = torch.full((sum(used) + 3, page_size, width), torch.nan, dtype=dtype)
+        for ids, vectors in zip(pages, (pair[index] for pair in held), strict=True):
+            for at in range(len(vectors)):
+                plain[ids[at // page_size], at % page_size] = vectors[at]
+        pools.append(NdPages(plain) if layout == "nd" else NzPages(tiled(plain)))
+    tail = [torch.full((padding, width), filler, dtype=dtype) for width in (sizes.latent, sizes.rope)]
+    ends = [slice(len(pair[0]) - n, None) for pair, n in zip(held, counts, strict=True)]
+    new: list[Any] = [
+        torch.cat([*(pair[i][end] for pair, end in zip(held, ends, strict=True)), tail[i]]) for i in (0, 1)
+    ]
+    q = sharpness * draw.normal(sum(counts) + padding, sizes.heads, sizes.nope + sizes.rope)
+    q[sum(counts) :] = filler
+    q_nope, q_rope = q.split((sizes.nope, sizes.rope), -1)
+    up = draw.normal(sizes.heads * (sizes.nope + sizes.v), sizes.latent) / sizes.latent**0.5
+    up = picking(sizes, dtype) if sharpness != 1 else up
+    if not sizes.rope:
+        q_rope, new[1], pools[1] = None, None, None
+    host = HostLengths(tuple(counts), tuple(lengths), tuple(pages), exact=True)
+    starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+    args = (q_nope, q_rope, *new, *pools, up, table, torch.tensor(lengths, dtype=torch.int32), starts, host)
+    uniform = len(set(counts)) == 1 and not padding
+    hints = {"max_query": max(counts), "uniform": uniform, "scale": (sizes.nope + sizes.rope) ** -0.5, "v_dim": sizes.v}
+    return Made(args, hints, held, counts, sizes)
+
+
+def tiled(plain: Tensor) -> Tensor:
+    """Pages with channel c of token t at [c // 16, t, c % 16]."""
+    pages, size, width = plain.shape
+    out = plain.new_empty(pages, width // 16, size, 16)
+    for channel in range(width):
+        out[:, channel // 16, :, channel % 16] = plain[:, :, channel]
+    return out
+
+
+def picking(sizes: Sizes, dtype: torch.dtype) -> Tensor:
+    """Each row of the up-projection is one channel of the latent, another for each row of a head's keys."""
+    at = torch.arange(sizes.heads * (sizes.nope + sizes.v))
+    return torch.nn.functional.one_hot((3 * at + 1) % sizes.latent, sizes.latent).to(dtype)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operators() -> None:
+    npu_reference.load()
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the operators that kernels call from here on."""
+    names: list[str] = []
+
+    class Noting:
+        def __init__(self, operators: Any, prefix: str) -> None:
+            self.operators, self.prefix = operators, prefix
+
+        def __getattr__(self, name: str) -> Any:
+            names.append(self.prefix + name)
+            return getattr(self.operators, name)
+
+    monkeypatch.setattr(mla, "npu", Noting(features.npu, ""))
+    monkeypatch.setattr(mla, "atb", Noting(features.atb, "atb."))
+    return names
+
+
+MIXED = (101, 870, 876, 874, 869, 864, 904, 863, 837, 768)
+CALLS: dict[str, Callable[[torch.dtype], Made]] = {
+    "ragged": lambda dtype: made((5, 0, 1, 12, 33), (3, 7, 0, 2, 300), Sizes(4), dtype, padding=3, filler=torch.nan),
+    "tiled": lambda dtype: made((5, 0, 1, 12, 33), (3, 7, 0, 2, 300), Sizes(4), dtype, padding=3, layout="nz"),
+    "pages_of_1": lambda dtype: made((3, 0, 9, 2), (5, 4, 0, 17), dtype=dtype, page_size=1, padding=1, filler=7.0),
+    "pages_of_1_tiled": lambda dtype: made((3, 2), (5, 17), dtype=dtype, page_size=1, layout="nz"),
+    "heads_8": lambda dtype: made((16, 3), (128, 127), Sizes(8), dtype),
+    "heads_16": lambda dtype: made((2, 0, 5), (129, 1, 0), Sizes(16), dtype, padding=300, filler=-3.0),
+    "heads_128": lambda dtype: made((3, 16), (40, 0), Sizes(128), dtype),
+    "long": lambda dtype: made((257, 31), (2048, 0), Sizes(2), dtype),
+    "one_row": lambda dtype: made((130,), (256,), Sizes(4), dtype),
+    "no_prefix": lambda dtype: made((9, 9), (0, 0), Sizes(4), dtype),
+    "uniform": lambda dtype: made((9, 9, 9), (5, 0, 140), Sizes(4), dtype),
+    "decode": lambda dtype: made((1, 1, 1), (128, 0, 40), Sizes(4), dtype, page_size=16),
+    "decode_tiled": lambda dtype: made((1, 0, 1), (128, 30, 40), Sizes(4), dtype, layout="nz", padding=2),
+    "verify": lambda dtype: made((4, 4, 4), (5, 126, 0), Sizes(4), dtype),
+    "all_idle": lambda dtype: made((0, 0), (5, 0), Sizes(4), dtype, padding=2, filler=torch.nan),
+    "large_logits": lambda dtype: made((12, 7, 5), (200, 0, 3), Sizes(4), dtype, sharpness=30.0),
+    "large_logits_tiled": lambda dtype: made((2, 3), (140, 9), Sizes(2), dtype, sharpness=30.0, layout="nz"),
+    "without_rope": lambda dtype: made((5, 0, 8), (9, 3, 0), Sizes(3, rope=0), dtype, padding=2),
+    "keys_of_192": lambda dtype: made((5, 3), (9, 150), Sizes(3, 128, 64, 192, 512), dtype),
+    "joined": lambda dtype: made((5, 3), (9, 150), Sizes(3, 160, 32, 128, 64), dtype),
+    "odd_widths": lambda dtype: made((5, 1, 8), (9, 3, 0), Sizes(3, 20, 6, 13, 32), dtype, page_size=5, padding=1),
+    "wide_values": lambda dtype: made((5, 8), (9, 0), Sizes(3, 16, 16, 72, 32), dtype, page_size=5),
+}  # fmt: skip
+REFUSED = {
+    RING: {"without_rope", "keys_of_192", "joined", "odd_widths", "wide_values"},
+    ABSORBED: {
+        "all_idle", "ragged", "tiled", "pages_of_1", "pages_of_1_tiled", "long", "one_row", "without_rope",
+        "keys_of_192", "joined", "odd_widths", "wide_values",
+    },
+}  # fmt: skip
+"""Calls that a kernel does not take, by name: rows, pages, heads or widths that it is not documented for."""
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_against_dense_attention(kernel: str, name: str, dtype: torch.dtype, called: list[str]) -> None:
+    """Padding gets zeros to the bit, everything is finite, and the kernel calls its own operators only."""
+    call = CALLS[name](dtype)
+    if name in REFUSED.get(kernel, ()):
+        assert OP.kernels[kernel].refuse(*call.args, **call.kwargs)  # type: ignore[misc]
+        return
+    y, live = call.run(kernel), sum(call.counts)
+    assert y.shape == (*call.args[0].shape[:2], call.sizes.v) and y.dtype == dtype
+    assert y.isfinite().all() and not y[live:].any()
+    assert (y.double() - call.expected()).abs().max() <= BOUNDS[dtype]
+    rows, past = (
+        sum(map(bool, call.counts)),
+        any(n < len(pair[0]) for n, pair in zip(call.counts, call.held, strict=True) if n),
+    )
+    wanted: dict[str, list[str]] = {
+        TWO: [FIA, FIA, UPDATE] if past else [FIA], CONCAT: [FIA] * rows, ABSORBED: [FIA],
+        RING: ["atb.npu_ring_mla"] * (1 + past),
+    }  # fmt: skip
+    assert called == (wanted[kernel] if live else [])
+
+
+def test_the_mixed_batch(called: list[str]) -> None:
+    """Ten rows, one of them on a prefix, in one pass of two calls and a merge."""
+    call = made(MIXED, (768, *[0] * 9), Sizes(2))
+    y = call.run(TWO)
+    assert called == [FIA, FIA, UPDATE]
+    assert (y.double() - call.expected()).abs().max() <= BOUNDS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_tiled_pages_give_the_same_bits(kernel: str) -> None:
+    """And tiles read as if they were plain do not."""
+    calls = [made((3, 1, 7), (150, 9, 0), Sizes(4), layout=layout) for layout in LAYOUTS]
+    plain, other = (call.run(kernel) for call in calls)
+    assert torch.equal(plain, other)
+    latents = [
+        NdPages(call.args[at].values.view(calls[0].args[at].values.shape))
+        for call, at in ((calls[1], 4), (calls[1], 5))
+    ]
+    wrong = Made((*calls[0].args[:4], *latents, *calls[0].args[6:]), *list(vars(calls[0]).values())[1:])
+    found = wrong.run(kernel).double() - wrong.expected()
+    assert not (found.abs().max() <= BOUNDS[torch.bfloat16])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_strided_arguments(kernel: str) -> None:
+    """Queries, latents and rope keys as slices of one projection, the table and lengths as slices of larger ones."""
+    call = made((4, 2, 9), (130, 0, 5), Sizes(4), padding=2)
+    args = list(call.args)
+    wide = torch.cat((args[0].flatten(1), args[1].flatten(1), args[2], args[3]), 1)
+    q_nope, q_rope, args[2], args[3] = wide.split((4 * 128, 4 * 64, 512, 64), 1)
+    args[0], args[1] = q_nope.unflatten(1, (4, 128)), q_rope.unflatten(1, (4, 64))
+    args[6] = torch.cat((args[6], args[6]), 1)[:, :512]
+    for at in (7, 8, 9):
+        args[at] = torch.stack((args[at], args[at]), -1)[..., 0]
+    assert not any(args[at].is_contiguous() for at in (0, 1, 2, 3, 6, 7, 8, 9))
+    assert torch.equal(Made(tuple(args), call.kwargs, call.held, call.counts, call.sizes).run(kernel), call.run(kernel))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_unused_memory_is_never_read(kernel: str) -> None:
+    """Slots behind a row's length hold NaN in every test here; other pages and padding may change too."""
+    call = made((4, 2, 9), (130, 0, 5), Sizes(4), padding=2)
+    before = call.run(kernel)
+    for pages in call.args[4:6]:
+        pages.values[pages.values.isnan()] = 1e4
+    for x in call.args[:4]:
+        x[sum(call.counts) :] = torch.inf
+    assert torch.equal(call.run(kernel), before)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_that_share_a_prefix(kernel: str) -> None:
+    """One set of pages for what two rows have in common, and pages of their own behind it."""
+    call = made((9, 4), (128, 131), Sizes(4))
+    pages, table = call.args[10].pages, call.args[7].clone()
+    table[1, 0] = pages[0][0]
+    held = [call.held[0], tuple(torch.cat((x[:128], y[128:])) for x, y in zip(*call.held, strict=True))]
+    shared = told(changed(call, 7, table), pages=(pages[0], (pages[0][0], *pages[1][1:])))
+    shared = Made(shared.args, call.kwargs, held, call.counts, call.sizes)
+    assert (shared.run(kernel).double() - shared.expected()).abs().max() <= BOUNDS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("counts", "past", "sizes", "kernel", "why"),
+    [
+        ((1, 1), (9, 3), Sizes(4), ABSORBED, "rows of up to 8 new tokens read latents as they lie"),
+        ((8, 2), (9, 3), Sizes(4), ABSORBED, "rows of up to 8 new tokens read latents as they lie"),
+        ((9, 2), (9, 3), Sizes(4), TWO, "from two rows on, two calls and a merge take less than a call a row"),
+        ((9,), (9,), Sizes(4), CONCAT, "one row needs no merge: one call over its prefix and new tokens"),
+        ((1, 1), (9, 3), Sizes(4, rope=0), TWO, "rows of up to 8 new tokens read latents as they lie"),
+        ((1,), (9,), Sizes(3), TWO, "rows of up to 8 new tokens read latents as they lie"),
+    ],
+)
+def test_the_choice_by_shape(
+    counts: Sequence[int], past: Sequence[int], sizes: Sizes, kernel: str, why: str, target: str
+) -> None:
+    call = made(counts, past, sizes)
+    choice = OP.explain(*call.args, target=target, **call.kwargs)
+    assert choice.kernel.name == kernel
+    others = {TWO, CONCAT} - {kernel}
+    assert {choice.refused[name] for name in others if name in choice.refused} == {why}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_policy_overrides_the_rule(kernel: str) -> None:
+    call = made((4, 2), (9, 3), Sizes(4))
+    with lowering.use(Policy({OP.name: kernel})):
+        assert OP.explain(*call.args, target="ascend910b", **call.kwargs).kernel.name == kernel
+
+
+def test_ascend_950_says_why_it_has_none() -> None:
+    call = made((4, 2), (9, 3))
+    choice = OP.explain(*call.args, target="ascend950", **call.kwargs)
+    assert not choice.kernel.operators and "documented for Ascend 910 alone" in choice.refused["fused"]
+
+
+def changed(call: Made, at: int, value: Any) -> Made:
+    return Made((*call.args[:at], value, *call.args[at + 1 :]), call.kwargs, call.held, call.counts, call.sizes)
+
+
+def hinted(call: Made, **hints: Any) -> Made:
+    return Made(call.args, call.kwargs | hints, call.held, call.counts, call.sizes)
+
+
+def told(call: Made, **facts: Any) -> Made:
+    """With other facts about the rows' lengths."""
+    host = call.args[10]
+    return changed(call, 10, HostLengths(**{**vars(host), **facts}))
+
+
+def meta(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+def pool(pages: int, size: int, width: int, kind: type[NdPages] | type[NzPages] = NdPages) -> NdPages | NzPages:
+    return kind.empty(pages, size, width, torch.bfloat16, torch.device("meta"))
+
+
+def symbolic(call: Made) -> Made:
+    """With lengths as a captured program has them."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    shapes = ShapeEnv()
+    names = [ConstantSource(f"length_{at}") for at in range(len(call.args[10].length))]
+    pairs = zip(call.args[10].length, names, strict=True)
+    made_up = [(shapes.create_symbol(n, source, DimDynamic.DYNAMIC), n, source) for n, source in pairs]
+    lengths = tuple(shapes.create_symintnode(symbol, hint=n, source=source) for symbol, n, source in made_up)
+    return told(call, length=lengths)
+
+
+BASE = made((4, 2), (9, 3), Sizes(4))
+DROPPED = "needs exact row lengths on the host, and only an upper bound is known: read the accepted counts first"
+FROZEN = "gathers as many tokens as rows hold, and a captured program cannot change the number"
+REFUSALS: list[tuple[str, Made, str]] = [
+    *((kernel, told(BASE, exact=False), DROPPED) for kernel in KERNELS),
+    *((kernel, symbolic(BASE), FROZEN) for kernel in (TWO, CONCAT, RING)),
+    (TWO, changed(BASE, 0, BASE.args[0].float()), "takes float16, bfloat16; q_nope is float32"),
+    (CONCAT, changed(BASE, 3, BASE.args[3].half()),
+     "takes one dtype; found q_nope bfloat16, q_rope bfloat16, latent bfloat16, rope float16"),
+    (TWO, changed(changed(BASE, 0, meta(6, 257, 128)), 1, meta(6, 257, 64)),
+     "takes at most 256 heads; this call has 257"),
+    (TWO, changed(changed(BASE, 0, meta(2**20 + 1, 4, 128)), 1, meta(2**20 + 1, 4, 64)),
+     "takes at most 1048576 tokens; this call has 1048577"),
+    (TWO, changed(BASE, 7, torch.empty(4096, 3, dtype=torch.int32, device="meta")),
+     "takes at most 4095 rows; this call has 4096"),
+    (CONCAT, changed(changed(BASE, 0, meta(6, 4, 500)), 1, meta(6, 4, 20)),
+     "takes at most 512 channels a head; this call has 528"),
+    (CONCAT, changed(changed(BASE, 0, meta(6, 200, 300)), 1, meta(6, 200, 28)),
+     "takes heads * head_dim below 65535; this call has 67200"),
+    (TWO, changed(changed(hinted(BASE, v_dim=16), 0, meta(6, 257, 16)), 1, meta(6, 257, 16)),
+     "takes at most 256 heads; this call has 257"),
+    (RING, hinted(BASE, v_dim=192), "takes 128 + 64 channels and values of 128; this call has 128 + 64 and 192"),
+    (RING, changed(BASE, 1, None), "takes 128 + 64 channels and values of 128; this call has 128 + 0 and 128"),
+    (RING, changed(BASE, 2, BASE.args[2].float()),
+     "takes float16, bfloat16; latent is float32"),
+    (ABSORBED, told(BASE, fits=False),
+     "counts pages that rows share once a row, and the pool has fewer: give init_state more pages"),
+    (ABSORBED, hinted(BASE, max_query=0), "takes no empty tensor; no row has a new token"),
+    (ABSORBED, hinted(BASE, max_query=17), "takes at most 16 tokens a row; this call has 17"),
+    (ABSORBED, changed(BASE, 4, pool(5, 128, 256)),
+     "takes latents of 512 and rope keys of 64; this call has 256 and 64"),
+    (ABSORBED, changed(BASE, 5, None), "takes latents of 512 and rope keys of 64; this call has 512 and 0"),
+    (ABSORBED, changed(BASE, 0, meta(6, 6, 128)),
+     "takes a number of heads that is a power of 2 up to 128; this call has 6"),
+    (ABSORBED, changed(BASE, 0, BASE.args[0].half()),
+     "takes one dtype; found q_nope float16, q_rope bfloat16, latent_pages bfloat16, rope_pages bfloat16"),
+    (ABSORBED, changed(BASE, 4, pool(5, 128, 512, NzPages)), "takes latents and rope keys in one layout"),
+    (ABSORBED, changed(BASE, 4, pool(5, 32, 512)), "takes pages of 16 or 128 tokens; found 32"),
+    (ABSORBED, changed(changed(BASE, 4, pool(5, 16, 512, NzPages)), 5, pool(5, 16, 64, NzPages)),
+     "takes tiled pages of 128 tokens; found 16"),
+    (ABSORBED, changed(BASE, 4, pool(2**15, 128, 512)),
+     "takes pools of fewer than 2**31 elements; this one has 2147483648: make fewer pages"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kernel", "call", "sentence"), REFUSALS, ids=[f"{one[0]}-{one[2][:60]}" for one in REFUSALS])
+def test_refusals(kernel: str, call: Made, sentence: str) -> None:
+    with lowering.use(Policy({OP.name: kernel})), pytest.raises(LoweringError) as error:
+        OP.explain(*call.args, target="ascend910b", **call.kwargs)
+    assert str(error.value).splitlines()[1].strip() == f"{kernel}: {sentence}"
+
+
+def test_nothing_is_refused_without_a_reason() -> None:
+    """The call that the refusals change."""
+    for kernel in KERNELS:
+        assert OP.kernels[kernel].refuse(*BASE.args, **BASE.kwargs) is None  # type: ignore[misc]
+
+
+def test_operators_of_the_atb_library_are_looked_up_by_its_name() -> None:
+    """In the recorded schemas, and in its own namespace of the dispatcher."""
+    for version in features.recorded():
+        assert features.missing((mla.RING,), named("ascend910b", torch_npu=version)) is None
+    assert features.missing(("npu_ring_mla",), named("ascend910b")) is not None
+    schema = torch.ops.atb.npu_ring_mla.default._schema
+    assert str(schema) == f"atb::{features.recorded()['2.13.0'][mla.RING]}"
+    with pytest.raises(LoweringError, match="operator atb::npu_rung_mla is not loaded"):
+        features.atb.npu_rung_mla  # noqa: B018
+    wrong = versions.problems("atb::npu_ring_mla", (), {"q": BASE.args[0]}, "2.13.0")
+    assert [version for version, _ in wrong] == [v for v in features.recorded() if v != "2.13.0"]
+    assert all(reason == "has no argument q" for _, reason in wrong)
+
+
+def masked_prefix(q: Any, keys: Any, new: Any, held: Any, scale: float, *, causal: bool, lse: bool) -> Any:
+    return ATTENDED(q, keys, new, held, scale, causal=True, lse=lse)
+
+
+def turned_lse(*parts: tuple[Tensor, Tensor]) -> Tensor:
+    return MERGED(*((out, lse.T.reshape(lse.shape)) for out, lse in parts))
+
+
+def whole_rows(new: Sequence[int], past: Sequence[int]) -> list[tuple[int, int, int]]:
+    return [(row, count, held) for row, (count, held) in enumerate(zip(new, past, strict=True)) if count]
+
+
+def as_they_lie(pages: NzPages) -> Tensor:
+    return pages.values.view(-1, pages.page_size, pages.width)
+
+
+ATTENDED, MERGED = mla._attended, mla._merged
+BROKEN: dict[str, tuple[str, str, Any]] = {
+    "an empty prefix keeps its lse of inf": (TWO, "_without_empty", lambda part, split: part),
+    "the prefix is masked": (TWO, "_attended", masked_prefix),
+    "lse has heads first": (TWO, "_merged", turned_lse),
+    "lengths are each row's own": (TWO, "accumulate", list),
+    "queries see later tokens": (TWO, "BAND", 0),
+    "rows are cut at their capacity": (CONCAT, "_known", lambda lengths: [max(n - 1, 0) for n in lengths]),
+    "rings have fewer keys than queries": (RING, "_pieces", whole_rows),
+    "a query alone has no mode": (ABSORBED, "BOTTOM_RIGHT", 0),
+    "tiles are read as they lie": (ABSORBED, "_shared", as_they_lie),
+}  # fmt: skip
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_kernel_is_noticed(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a wrong value, or by the operator's reference."""
+    kernel, name, instead = BROKEN[broken]
+    call = made((9, 3, 1, 5), (4, 0, 130, 2), Sizes(4), layout="nz")
+    assert (call.run(kernel).double() - call.expected()).abs().max() <= BOUNDS[torch.bfloat16]
+    monkeypatch.setattr(mla, name, instead)
+    try:
+        found = call.run(kernel)
+    except (LoweringError, RuntimeError, IndexError):
+        return
+    assert not ((found.double() - call.expected()).abs().max() <= BOUNDS[torch.bfloat16])
