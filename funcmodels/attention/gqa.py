@@ -1,6 +1,8 @@
-"""Grouped-query attention with an output gate, normalised queries and keys, and partial rotary (Qwen3.5)."""
+"""Grouped-query attention over normalised, rotated queries and keys: plain (Gemma3), or with a gate (Qwen3.5)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -10,9 +12,19 @@ from torch import Tensor
 from lowering import ops
 from params.tree import map, tree, unchecked
 
-from ..blocks.linear import Linear, Norm, linear_spec, norm_spec
+from ..blocks.linear import Linear, Norm, linear_spec, norm_spec, project
 from ..state import Appended
 from ..step import Step
+
+
+@tree
+class Attention:
+    """`qkv` rows: queries, then keys, then values, head by head."""
+
+    qkv: Linear
+    out: Linear
+    q_norm: Norm
+    k_norm: Norm
 
 
 @tree
@@ -33,15 +45,24 @@ class KeyValuePages(Appended):
     v: Float[Tensor, "pages page_size kv_heads head_dim"]
 
 
+def attention_spec(hidden: int, heads: int, kv_heads: int, head_dim: int, *, bias: bool) -> Attention:
+    """Spec of the parameters; `bias` is that of both projections."""
+    return unchecked(Attention, **_specs(hidden, heads, heads, kv_heads, head_dim, bias))
+
+
 def gated_attention_spec(hidden: int, heads: int, kv_heads: int, head_dim: int) -> GatedAttention:
     """Spec of the parameters."""
-    return unchecked(
-        GatedAttention,
-        qkv=linear_spec(hidden, 2 * heads * head_dim, kv_heads * head_dim, kv_heads * head_dim),
-        out=linear_spec(heads * head_dim, hidden),
-        q_norm=norm_spec(head_dim, "zeros"),
-        k_norm=norm_spec(head_dim, "zeros"),
-    )
+    return unchecked(GatedAttention, **_specs(hidden, heads, 2 * heads, kv_heads, head_dim, False))
+
+
+def _specs(hidden: int, heads: int, query_parts: int, kv_heads: int, head_dim: int, bias: bool) -> dict[str, Any]:
+    parts = [count * head_dim for count in (query_parts, kv_heads, kv_heads)]
+    return {
+        "qkv": linear_spec(hidden, *parts, bias=bias),
+        "out": linear_spec(heads * head_dim, hidden, bias=bias),
+        "q_norm": norm_spec(head_dim, "zeros"),
+        "k_norm": norm_spec(head_dim, "zeros"),
+    }
 
 
 def key_value_pages(
@@ -50,6 +71,26 @@ def key_value_pages(
     """Empty pages 0..`pages`, page 0 being scratch."""
     shape = (pages + 1, page_size, kv_heads, head_dim)
     return KeyValuePages(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+
+
+def attention(
+    params: Attention,
+    x: Float[Tensor, "tokens hidden"],
+    past: KeyValuePages | None,
+    step: Step,
+    rotary: tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]],
+    *,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+    scale: float,
+    window: int | None,
+) -> tuple[Float[Tensor, "tokens hidden"], KeyValuePages | None]:
+    """out(attention(q, k, v)) over the last `window` tokens or all, and the pages with the new keys and values."""
+    q, k, v = _projected(params, x, heads, kv_heads)
+    q, k = _turned(params, q, k, rotary, eps)
+    y, past = attend(q, k, v, past, step, scale=scale, window=window)
+    return project(params.out, rearrange(y, "tokens heads dim -> tokens (heads dim)")), past
 
 
 def gated_attention(
@@ -64,22 +105,37 @@ def gated_attention(
     eps: float,
 ) -> tuple[Float[Tensor, "tokens hidden"], KeyValuePages | None]:
     """out(attention(q, k, v) * sigmoid(gate)), and the pages with the new keys and values written."""
-    head_dim = params.q_norm.weight.shape[0]
-    expected = (2 * heads + 2 * kv_heads) * head_dim
-    if params.qkv.weight.shape[0] != expected:
-        raise ValueError(
-            f"gated_attention: qkv.weight has {params.qkv.weight.shape[0]} rows, expected {expected} "
-            f"({heads} query heads with gates and {kv_heads} key and value heads of {head_dim})"
-        )
-    mixed = rearrange(ops.linear(x, params.qkv.weight), "tokens (heads dim) -> tokens heads dim", dim=head_dim)
-    query_gate, k, v = mixed.split((2 * heads, kv_heads, kv_heads), -2)
+    query_gate, k, v = _projected(params, x, 2 * heads, kv_heads)
     q, gate = rearrange(query_gate, "tokens (heads two) dim -> two tokens heads dim", two=2)
+    q, k = _turned(params, q, k, rotary, eps)
+    y, past = attend(q, k, v, past, step, scale=q.shape[2] ** -0.5)
+    y = rearrange(y * torch.sigmoid(gate), "tokens heads dim -> tokens (heads dim)")
+    return project(params.out, y), past
+
+
+def _projected(
+    params: Attention | GatedAttention, x: Tensor, query_parts: int, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (a gate beside each counts as one more), keys and values, [tokens heads head_dim]."""
+    head_dim = params.q_norm.weight.shape[0]
+    found, expected = params.qkv.weight.shape[0], (query_parts + 2 * kv_heads) * head_dim
+    if found != expected:
+        raise ValueError(
+            f"attention: qkv.weight has {found} rows, expected {expected} ({query_parts} heads of queries and gates "
+            f"and {kv_heads} heads of keys and of values, {head_dim} wide)"
+        )
+    mixed = rearrange(project(params.qkv, x), "tokens (heads dim) -> tokens heads dim", dim=head_dim)
+    q, k, v = mixed.split((query_parts, kv_heads, kv_heads), -2)
+    return q, k, v
+
+
+def _turned(
+    params: Attention | GatedAttention, q: Tensor, k: Tensor, rotary: tuple[Tensor, Tensor], eps: float
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys, normalised head by head and turned to their places."""
     q = ops.gemma_rms_norm(q, params.q_norm.weight, eps=eps)
     k = ops.gemma_rms_norm(k, params.k_norm.weight, eps=eps)
-    q, k = ops.rotary(q, k, *rotary)
-    y, past = attend(q, k, v, past, step, scale=head_dim**-0.5)
-    y = rearrange(y * torch.sigmoid(gate), "tokens heads dim -> tokens (heads dim)")
-    return ops.linear(y, params.out.weight), past
+    return ops.rotary(q, k, *rotary)
 
 
 def attend(
@@ -90,21 +146,24 @@ def attend(
     step: Step,
     *,
     scale: float,
+    window: int | None = None,
 ) -> tuple[Float[Tensor, "tokens heads head_dim"], KeyValuePages | None]:
-    """Causal attention over each row's past and new tokens. `ValueError` unless heads are a multiple of kv_heads."""
+    """Causal attention over each row's past and new tokens, of which a query sees the last `window` up to its own.
+
+    The pages keep all of them, since a rollback may bring back those before a window. `ValueError` unless heads are a
+    multiple of kv_heads.
+    """
     if q.shape[1] % k.shape[1]:
         raise ValueError(
             f"attention: {q.shape[1]} query heads over {k.shape[1]} key/value heads; heads must be a multiple of "
             "kv_heads (are queries and keys swapped?)"
         )
-    rows = {"max_query": step.max_query, "uniform": step.uniform}
+    hints: dict[str, Any] = {"max_query": step.max_query, "uniform": step.uniform, "scale": scale, "window": window}
     if past is None:
-        return ops.attention(q, k, v, step.query_start, scale=scale, **rows), None
+        return ops.attention(q, k, v, step.query_start, **hints), None
     if k.requires_grad:
         # Under autograd nothing is written in place: a backward reads the pages as they were.
         past = map(torch.clone, past)
     pages = KeyValuePages(*ops.write_pages(past.k, past.v, k, v, step.slots))
-    y = ops.paged_attention(
-        q, pages.k, pages.v, step.page_table, step.lengths, step.query_start, step.host, scale=scale, **rows
-    )
+    y = ops.paged_attention(q, pages.k, pages.v, step.page_table, step.lengths, step.query_start, step.host, **hints)
     return y, pages

@@ -4,6 +4,9 @@ The operator reads lengths as host lists, whose units differ by layout: with lay
 with BSND they are each row's own; lengths over pages are each row's own in both. Masked modes want one triangle of a
 fixed size, True where a key must not be seen, and line queries up with the end of the keys. `softmax_scale` is passed
 always: the operator's default is 1.
+
+A window is a band of that triangle. For one query a row the operator is documented to ignore bands, so it gets the
+pages of the window alone and a mask of its own over them.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ..errors import LoweringError
-from ..host import tracing
-from ..ops.attention import attention, paged_attention, write_pages
+from ..host import HostLengths, tracing
+from ..ops.attention import attention, paged_attention, window_pages, write_pages
 from ..ops.ragged import row_of_token, to_flat, to_rectangle
 from .features import npu
 from .kernel import FLOATS, HALVES, above, empty, fused, wrong_dtype
@@ -39,7 +42,8 @@ MOST_PACKED = 4095
 _masks: dict[torch.device, Tensor] = {}
 
 
-def _mask(device: torch.device) -> Tensor:
+def shared_mask(device: torch.device) -> Tensor:
+    """The triangle that modes 2 to 4 want: True strictly above the diagonal."""
     if device in _masks and not tracing():
         return _masks[device]
     later = torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.bool, device=device).triu(1)
@@ -48,7 +52,7 @@ def _mask(device: torch.device) -> Tensor:
     return later
 
 
-def _wrong_heads(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def wrong_heads(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Limits of the operator on heads; the head axis is the last but one, in pages too."""
     heads, kv_heads, head_dim, v_dim = q.shape[1], k.shape[-2], q.shape[2], v.shape[-1]
     if v_dim != head_dim:
@@ -62,6 +66,11 @@ def _wrong_heads(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return above(512, head_dim=head_dim) or above(256, heads=heads)
 
 
+def _binds(window: int | None, page_table: Tensor, page_size: int) -> bool:
+    """Whether a row may hold more keys than its newest query sees."""
+    return window is not None and window < page_table.shape[1] * page_size
+
+
 def _wrong_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, max_query: int) -> str | None:
     page_size = k_pages.shape[1]
     if max_query > 1 and (page_size % 128 or page_size > 512):
@@ -73,15 +82,21 @@ def _wrong_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, max_query: int) ->
     return wrong_dtype(HALVES, q=q, k_pages=k_pages, v_pages=v_pages)
 
 
-def _refuse_paged(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale):
+def _refuse_paged(
+    q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale, window=None
+):
     if not host.exact:
         return "needs exact row lengths on the host, and only an upper bound is known: read the accepted counts first"
     if not host.fits:
         return "counts pages that rows share once a row, and the pool has fewer: give init_state more pages"
-    return _wrong_heads(q, k_pages, v_pages) or _wrong_pages(q, k_pages, v_pages, max_query)
+    return wrong_heads(q, k_pages, v_pages) or _wrong_pages(q, k_pages, v_pages, max_query)
 
 
-def _refuse_packed(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale):
+def _refuse_packed(
+    q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale, window=None
+):
+    if max_query == 1 and _binds(window, page_table, k_pages.shape[1]):
+        return "for one query a row the operator is documented to ignore a window, and layout TND takes no other mask"
     if q.shape[2] not in PACKED_WIDTHS:
         return f"layout TND takes a head_dim of 128 or 192; this call has {q.shape[2]}"
     if q.dtype != torch.bfloat16:
@@ -94,34 +109,60 @@ def _refuse_packed(q, k_pages, v_pages, page_table, lengths, query_start, host, 
 
 
 @fused(paged_attention, "npu_fia_tnd", OPERATOR, refuse=_refuse_packed)
-def _packed(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale):
+def _packed(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale, window=None):
     queries, keys, table = list(accumulate(host.query)), list(host.length), page_table.int().contiguous()
-    padding = q.shape[0] - queries[-1]
     if not uniform:
         # The last entry must be the number of tokens, so padding is one more row, over the scratch page alone: its
         # first queries may see no key, and what they get is dropped.
         table = torch.nn.functional.pad(table, (0, 0, 0, 1))
-        queries, keys = [*queries, q.shape[0]], [*keys, min(padding, k_pages.shape[1])]
+        padding = torch.sym_min(q.shape[0] - queries[-1], k_pages.shape[1])
+        queries, keys = [*queries, q.shape[0]], [*keys, padding]
     held: dict[str, Any] = {"actual_seq_qlen": queries, "actual_seq_kvlen": keys, "block_table": table}
     if uniform and max_query == 1:
         # One query sees every key: there is no mask to make or to read.
         return _attended(q.contiguous(), k_pages, v_pages, scale, "TND", UNMASKED, **held)
-    y = _attended(q.contiguous(), k_pages, v_pages, scale, "TND", BAND, pre_tokens=FAR, next_tokens=0, **held)
+    y = _attended(q.contiguous(), k_pages, v_pages, scale, "TND", BAND, **_band(window), **held)
     if uniform:
         return y
     live = row_of_token(query_start, q.shape[0]) < page_table.shape[0]
     return torch.where(live[:, None, None], y, 0)
 
 
+def _band(window: int | None) -> dict[str, int]:
+    """How far a query sees: the operator counts the tokens before and after its own."""
+    return {"pre_tokens": FAR if window is None else window - 1, "next_tokens": 0}
+
+
 @fused(paged_attention, "npu_fia_bsnd", OPERATOR, refuse=_refuse_paged)
-def _padded(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale):
+def _padded(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale, window=None):
     rectangle = to_rectangle(q, query_start, max_query, uniform).contiguous()
-    held = {"actual_seq_kvlen": list(host.length), "block_table": page_table.int().contiguous()}
-    if max_query > 1:
-        held["actual_seq_qlen"] = list(host.query)
-    mode = BOTTOM_RIGHT if max_query > 1 else UNMASKED
-    y = _attended(rectangle, k_pages, v_pages, scale, "BSND", mode, **held)
+    if max_query == 1:
+        held = _one_query(page_table, lengths, query_start, host, k_pages.shape[1], window)
+        y = _attended(rectangle, k_pages, v_pages, scale, "BSND", UNMASKED, **held)
+        return to_flat(y, query_start, q.shape[0], uniform)
+    held: dict[str, Any] = {"actual_seq_qlen": list(host.query), "actual_seq_kvlen": list(host.length)}
+    held["block_table"] = page_table.int().contiguous()
+    mode, band = (BOTTOM_RIGHT, {}) if window is None else (BAND, _band(window))
+    y = _attended(rectangle, k_pages, v_pages, scale, "BSND", mode, **band, **held)
     return to_flat(y, query_start, q.shape[0], uniform)
+
+
+def _one_query(
+    page_table: Tensor, lengths: Tensor, query_start: Tensor, host: HostLengths, page_size: int, window: int | None
+) -> dict[str, Any]:
+    """What rows of one query see: all they hold, or the pages of a window with a mask over what lies before it."""
+    if window is None or not _binds(window, page_table, page_size):
+        return {"actual_seq_kvlen": list(host.length), "block_table": page_table.int().contiguous()}
+    table, places = window_pages(page_table, lengths, query_start, page_size, 1, window)
+    held: list[Any] = []
+    for query, length in zip(host.query, host.length, strict=True):
+        before: Any = torch.sym_max(length - query - window + 1, 0)
+        held.append(length - before // page_size * page_size)
+    return {
+        "actual_seq_kvlen": held,
+        "block_table": table.int().contiguous(),
+        "atten_mask": (places < lengths[:, None] - window)[:, None, None],
+    }
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float, layout: str, mode: int, **rows: Any) -> Tensor:
@@ -131,24 +172,27 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float, layout: str, mode: 
         rows["block_size"] = k.shape[1]
         k, v = k.flatten(2), v.flatten(2)
     if mode != UNMASKED:
-        rows["atten_mask"] = _mask(q.device)
+        rows["atten_mask"] = shared_mask(q.device)
     return npu.npu_fused_infer_attention_score_v2(
         q, k, v, num_query_heads=heads, num_key_value_heads=kv_heads, softmax_scale=scale, input_layout=layout,
         sparse_mode=mode, **rows,
     )[0]  # fmt: skip
 
 
-def _refuse_dense(q, k, v, query_start, *, max_query, uniform, scale) -> str | None:
+def _refuse_dense(q, k, v, query_start, *, max_query, uniform, scale, window=None) -> str | None:
     if not uniform:
         return "needs each row's length on the host, and without a state only a uniform batch tells it"
-    return wrong_dtype(HALVES, q=q, k=k, v=v) or _wrong_heads(q, k, v)
+    return wrong_dtype(HALVES, q=q, k=k, v=v) or wrong_heads(q, k, v)
 
 
 @fused(attention, "npu_fia_dense", OPERATOR, refuse=_refuse_dense)
-def _dense(q, k, v, query_start, *, max_query, uniform, scale):
+def _dense(q, k, v, query_start, *, max_query, uniform, scale, window=None):
     q4, k4, v4 = (to_rectangle(x, query_start, max_query, uniform).contiguous() for x in (q, k, v))
     mode = BOTTOM_RIGHT if max_query > 1 else UNMASKED
-    return _attended(q4, k4, v4, scale, "BSND", mode).flatten(0, 1)
+    band: dict[str, int] = {}
+    if window is not None and window < max_query:
+        mode, band = BAND, _band(window)
+    return _attended(q4, k4, v4, scale, "BSND", mode, **band).flatten(0, 1)
 
 
 def _refuse_write(k_pages, v_pages, k, v, slots) -> str | None:

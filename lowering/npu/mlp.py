@@ -1,10 +1,13 @@
-"""SwiGLU through npu_swiglu, which activates the first half, as our layout of gate and up wants."""
+"""SwiGLU and GeGLU through npu_swiglu and npu_geglu; our layout of gate and up wants the first half activated."""
 
 from __future__ import annotations
 
-from ..ops.mlp import swiglu
+from ..ops.mlp import geglu, swiglu
 from .features import npu
 from .kernel import FLOATS, empty, fused, wrong_dtype
+
+TANH = 1
+"""npu_geglu's number for the tanh form of gelu."""
 
 
 def _refuse(gate_up) -> str | None:
@@ -18,3 +21,8 @@ def _refuse(gate_up) -> str | None:
 @fused(swiglu, "npu_swiglu", "npu_swiglu", refuse=_refuse)
 def _swiglu(gate_up):
     return npu.npu_swiglu(gate_up, dim=-1)
+
+
+@fused(geglu, "npu_geglu", "npu_geglu", refuse=_refuse)
+def _geglu(gate_up):
+    return npu.npu_geglu(gate_up, dim=-1, approximate=TANH, activate_left=True)[0]

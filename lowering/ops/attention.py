@@ -1,6 +1,7 @@
 """Causal grouped-query attention over ragged rows, with and without pages of past keys and values.
 
-Query head h reads key/value head h // (heads / kv_heads). Softmax runs in float32 or wider.
+Query head h reads key/value head h // (heads / kv_heads). Softmax runs in float32 or wider. With a `window` of at least
+1 a token sees itself and at most `window` - 1 tokens before it, else all of them.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ def attention(
     max_query: int,
     uniform: bool,
     scale: float,
+    window: int | None = None,
 ) -> Float[Tensor, "tokens heads v_dim"]:
     """Each token sees itself and the earlier tokens of its row in this batch; padding tokens get zeros."""
     q3, k3, v3 = (to_rectangle(x, query_start, max_query, uniform) for x in (q, k, v))
     at = torch.arange(max_query, device=q.device)
-    visible = in_row(query_start, max_query)[:, None, :] & (at <= at[:, None])
-    return to_flat(_attend(q3, k3, v3, visible, scale), query_start, q.shape[0], uniform)
+    visible = in_row(query_start, max_query)[:, None, :] & seen(at[:, None], at, window)
+    return to_flat(attend(q3, k3, v3, visible, scale), query_start, q.shape[0], uniform)
 
 
 @op
@@ -65,23 +67,59 @@ def paged_attention(
     max_query: int,
     uniform: bool,
     scale: float,
+    window: int | None = None,
 ) -> Float[Tensor, "tokens heads v_dim"]:
     """Attention of each row's newest tokens over all its `lengths` tokens, which already lie in its pages.
 
     `lengths` counts the new tokens. Slots at or past a row's length may hold anything, NaN included. Padding tokens
     get zeros. The reference gathers every page of every row.
     """
+    at = torch.arange(page_table.shape[1] * k_pages.shape[1], device=q.device).expand(page_table.shape[0], -1)
+    return attend_pages(q, k_pages, v_pages, page_table, at, lengths, query_start, max_query, uniform, scale, window)
+
+
+def attend_pages(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Tensor, at: Tensor, lengths: Tensor, query_start: Tensor,
+    max_query: int, uniform: bool, scale: float, window: int | None,
+) -> Tensor:  # fmt: skip
+    """`paged_attention` of keys that lie in `pages` [rows pages], at the places `at` [rows keys] of their rows."""
     q3 = to_rectangle(q, query_start, max_query, uniform)
-    at = torch.arange(page_table.shape[1] * k_pages.shape[1], device=q.device)
-    held = (at < lengths[:, None])[..., None, None]
-    k3, v3 = (torch.where(held, pages[page_table].flatten(1, 2), 0).to(q.dtype) for pages in (k_pages, v_pages))
+    held = at < lengths[:, None]
+    k3, v3 = (
+        torch.where(held[..., None, None], pool[pages].flatten(1, 2), 0).to(q.dtype) for pool in (k_pages, v_pages)
+    )
     first = lengths - query_start.diff()
     query_at = first[:, None] + torch.arange(max_query, device=q.device)
-    visible = held[:, None, :, 0, 0] & (at <= query_at[..., None])
-    return to_flat(_attend(q3, k3, v3, visible, scale), query_start, q.shape[0], uniform)
+    visible = held[:, None] & seen(query_at[..., None], at[:, None], window)
+    return to_flat(attend(q3, k3, v3, visible, scale), query_start, q.shape[0], uniform)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+def pages_of_window(window: int, max_query: int, page_size: int) -> int:
+    """The most pages that the windows of a row's newest queries can lie in, wherever the first of them begins."""
+    return -(-(window + max_query - 2) // page_size) + 1
+
+
+def window_pages(
+    page_table: Tensor, lengths: Tensor, query_start: Tensor, page_size: int, max_query: int, window: int
+) -> tuple[Tensor, Tensor]:
+    """The pages that hold what a row's newest queries see [rows pages], and the places of their slots [rows slots].
+
+    Past the end of the table stands its last page, whose slots then have places that no row holds.
+    """
+    first = (lengths - query_start.diff() - window + 1).clamp(min=0) // page_size
+    count = min(pages_of_window(window, max_query, page_size), page_table.shape[1])
+    page = first[:, None] + torch.arange(count, device=page_table.device)
+    places = (page[..., None] * page_size + torch.arange(page_size, device=page_table.device)).flatten(1)
+    return page_table.gather(1, page.clamp(max=page_table.shape[1] - 1).long()), places
+
+
+def seen(query_at: Tensor, key_at: Tensor, window: int | None) -> Tensor:
+    """Whether a query at one place of a row sees the key at another."""
+    causal = key_at <= query_at
+    return causal if window is None else causal & (key_at > query_at - window)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
     """q [rows queries heads dim], k and v [rows keys kv_heads dim], visible [rows queries keys]."""
     grouped = rearrange(
         q, "rows queries (kv_heads shared) dim -> rows queries kv_heads shared dim", kv_heads=k.shape[2]

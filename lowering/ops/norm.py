@@ -2,7 +2,8 @@
 
 In all of them the mean of squares is taken in float32 (in float64 for float64 inputs, as all that is said to be in
 float32 here) and eps is added to it, inside the reciprocal root.
-`*_rstd` forms also return the reciprocal deviation, `add_*` forms the sum that was normalised.
+`*_rstd` forms also return the reciprocal deviation, `add_*` forms the sum that was normalised. A preference for the
+plain form holds for those that contain it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def rms_norm(x: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"], *, ep
     return _normalise(x, eps)[0].to(x.dtype) * weight
 
 
-@op
+@op(contains=("rms_norm",))
 def rms_norm_rstd(
     x: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"], *, eps: float
 ) -> tuple[Float[Tensor, "*lead dim"], Float[Tensor, "*lead 1"]]:
@@ -42,7 +43,7 @@ def rms_norm_rstd(
     return unit.to(x.dtype) * weight, rstd
 
 
-@op
+@op(contains=("rms_norm",))
 def add_rms_norm(
     x: Float[Tensor, "*lead dim"], residual: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"], *, eps: float
 ) -> tuple[Float[Tensor, "*lead dim"], Float[Tensor, "*lead dim"]]:
@@ -59,7 +60,7 @@ def gemma_rms_norm(
     return (_normalise(x, eps)[0] * (1 + wide(plain(weight)))).to(x.dtype)
 
 
-@op
+@op(contains=("gemma_rms_norm",))
 def gemma_rms_norm_rstd(
     x: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"] | PreparedWeight, *, eps: float
 ) -> tuple[Float[Tensor, "*lead dim"], Float[Tensor, "*lead 1"]]:
@@ -68,7 +69,7 @@ def gemma_rms_norm_rstd(
     return (unit * (1 + wide(plain(weight)))).to(x.dtype), rstd
 
 
-@op
+@op(contains=("gemma_rms_norm",))
 def add_gemma_rms_norm(
     x: Float[Tensor, "*lead dim"],
     residual: Float[Tensor, "*lead dim"],
@@ -108,7 +109,7 @@ def gated_rms_norm_fp32(
     return (wide(weight) * _normalise(x, eps)[0] * activate(wide(gate), activation)).to(x.dtype)
 
 
-@op
+@op(contains=("gemma_rms_norm",))
 def grouped_gemma_rms_norm(
     x: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"], *, groups: int, eps: float
 ) -> Float[Tensor, "*lead dim"]:

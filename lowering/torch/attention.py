@@ -1,13 +1,18 @@
-"""Attention without a rectangle of scores: fused where it is differentiated, over pages where they lie."""
+"""Attention without a rectangle of scores: fused where it is differentiated, over pages where they lie.
+
+With a window no kernel here reads keys that lie before it, but for the rest of a page.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from ..ops.attention import attention, paged_attention
+from ..ops.attention import attend_pages, attention, paged_attention, pages_of_window, seen, window_pages
 from ..ops.ragged import to_flat, to_rectangle
 from ..ops.widen import wide
 from ..target import EVERY
@@ -19,69 +24,116 @@ FEW = 8
 
 
 @attention.kernel("torch_sdpa", targets=EVERY, batches=False, forward_ad=False)
-def _rectangle(q, k, v, query_start, *, max_query, uniform, scale):
+def _rectangle(q, k, v, query_start, *, max_query, uniform, scale, window=None):
     # A row's missing cells come after its tokens, so the causal mask hides them.
     q4, k4, v4 = (to_rectangle(x, query_start, max_query, uniform).transpose(1, 2) for x in (q, k, v))
-    y = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    shared: dict[str, Any] = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if window is None or window >= max_query:
+        y = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, **shared)
+    else:
+        y = torch.cat([_banded(q4, k4, v4, at, window, shared) for at in range(0, max_query, max(window, BLOCK))], 2)
     return to_flat(y.transpose(1, 2), query_start, q.shape[0], uniform)
 
 
+def _banded(q: Tensor, k: Tensor, v: Tensor, at: int, window: int, shared: dict[str, Any]) -> Tensor:
+    """Attention of the block of queries that begins at `at`, all [rows heads tokens dim], over the keys it sees."""
+    end, first = min(at + max(window, BLOCK), q.shape[2]), max(at - window + 1, 0)
+    places = torch.arange(first, end, device=q.device)
+    mask = seen(places[at - first :, None], places, window)
+    return F.scaled_dot_product_attention(
+        q[:, :, at:end], k[:, :, first:end], v[:, :, first:end], attn_mask=mask, **shared
+    )
+
+
 def _refuse_rows(
-    q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale
+    q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale, window=None
 ) -> str | None:
     return None if host.exact else "needs exact row lengths on the host, and only an upper bound is known"
 
 
 @paged_attention.kernel("torch_rows", targets=("cpu",), refuse=_refuse_rows, host_reads=True, forward_ad=False)
-def _rows(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale):
+def _rows(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale, window=None):
     out = q.new_zeros(q.shape[0], q.shape[1], v_pages.shape[3])
     at = 0
     for queries, length, pages in zip(host.query, host.length, host.pages, strict=True):
         if queries:
-            k, v = (_held(pool, pages, length).to(q.dtype) for pool in (k_pages, v_pages))
-            out[at : at + queries] = _newest(q[at : at + queries], k, v, scale)
+            first = 0 if window is None else max(length - queries - window + 1, 0)
+            k, v = (_held(pool, pages, first, length).to(q.dtype) for pool in (k_pages, v_pages))
+            out[at : at + queries] = _newest(q[at : at + queries], k, v, scale, window)
         at += queries
     return out
 
 
-def _held(pool: Tensor, pages: tuple[int, ...], length: int) -> Tensor:
-    """[length kv_heads dim]: a view where the row's pages follow each other, else a copy of the pages it fills."""
-    count = -(-length // pool.shape[1])
-    first = pages[0]
-    if pages[count - 1] - first == count - 1 and pages[:count] == tuple(range(first, first + count)):
-        return pool[first : first + count].flatten(0, 1)[:length]
-    return pool[list(pages[:count])].flatten(0, 1)[:length]
+def _held(pool: Tensor, pages: tuple[int, ...], first: int, length: int) -> Tensor:
+    """[length - first, kv_heads dim]: a view where the row's pages follow each other, else a copy of those it needs."""
+    before, count = first // pool.shape[1], -(-length // pool.shape[1])
+    needed = pages[before:count]
+    inside = slice(first - before * pool.shape[1], length - before * pool.shape[1])
+    if needed[-1] - needed[0] == len(needed) - 1 and needed == tuple(range(needed[0], needed[-1] + 1)):
+        return pool[needed[0] : needed[-1] + 1].flatten(0, 1)[inside]
+    return pool[list(needed)].flatten(0, 1)[inside]
 
 
-def _newest(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attention of one row's newest tokens, q [queries heads dim], over all of it, k and v [keys kv_heads dim]."""
+def _newest(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """Attention of one row's newest tokens, q [queries heads dim], over the last keys, k and v [keys kv_heads dim]."""
     # Heads that share a key/value head are further queries of it, so keys and values are read once for all of them.
     grouped = rearrange(q, "queries (kv_heads shared) dim -> kv_heads shared queries dim", kv_heads=k.shape[1])
-    y = (_few if q.shape[0] <= FEW else _many)(grouped, k, v, scale)
+    y = (_few if q.shape[0] <= FEW else _many)(grouped, k, v, scale, window)
     return rearrange(y, "kv_heads shared queries dim -> queries (kv_heads shared) dim").to(q.dtype)
 
 
-def _few(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _few(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
     """Decoding and verifying: keys and values are read as they lie, q [kv_heads shared queries dim]."""
     shared, queries = q.shape[1:3]
     k4, v4 = (x.transpose(0, 1)[:, None] for x in (k, v))
-    mask = None
-    if queries > 1:
-        mask = q.new_full((queries, k.shape[0]), -torch.inf).triu(k.shape[0] - queries + 1).repeat(shared, 1)
+    mask = _unseen(q, queries, k.shape[0], window).repeat(shared, 1) if queries > 1 else None
     y = F.scaled_dot_product_attention(q.flatten(1, 2)[:, None], k4, v4, attn_mask=mask, scale=scale)
     return y[:, 0].unflatten(1, (shared, queries))
 
 
-def _many(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _unseen(like: Tensor, queries: int, keys: int, window: int | None) -> Tensor:
+    """[queries keys]: minus infinity at the keys that the newest queries do not see, else 0."""
+    mask = like.new_full((queries, keys), -torch.inf).triu(keys - queries + 1)
+    if window is not None and window < keys:
+        mask += like.new_full((queries, keys), -torch.inf).tril(keys - queries - window)
+    return mask
+
+
+def _many(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
     """Prefilling: blocks of queries in float32 or wider, q [kv_heads shared queries dim]."""
     queries = q.shape[2]
     heads, keys, values = wide(q) * scale, wide(k).permute(1, 2, 0), wide(v).transpose(0, 1)
     outputs = []
     for at in range(0, queries, BLOCK):
         part = heads[:, :, at : at + BLOCK]
-        seen = k.shape[0] - queries + at + part.shape[2]
-        scores = torch.bmm(part.flatten(1, 2), keys[..., :seen]).unflatten(1, part.shape[1:3])
-        later = torch.full((part.shape[2],) * 2, -torch.inf).triu(1)
-        scores[..., seen - part.shape[2] :] += later
-        outputs.append(torch.bmm(scores.softmax(-1).flatten(1, 2), values[:, :seen]).unflatten(1, part.shape[1:3]))
+        last = k.shape[0] - queries + at + part.shape[2]
+        first = 0 if window is None else max(last - part.shape[2] - window + 1, 0)
+        scores = torch.bmm(part.flatten(1, 2), keys[..., first:last]).unflatten(1, part.shape[1:3])
+        _hide(scores, window)
+        outputs.append(torch.bmm(scores.softmax(-1).flatten(1, 2), values[:, first:last]).unflatten(1, part.shape[1:3]))
     return torch.cat(outputs, 2)
+
+
+def _hide(scores: Tensor, window: int | None) -> None:
+    """Write minus infinity where a block's queries, the last of which sees the last key, must not look."""
+    queries, keys = scores.shape[-2:]
+    scores[..., keys - queries :] += torch.full((queries, queries), -torch.inf).triu(1)
+    before = 0 if window is None else max(keys - window, 0)
+    scores[..., :before] += torch.full((queries, before), -torch.inf).tril(keys - queries - (window or 0))
+
+
+def _refuse_window(
+    q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale, window=None
+) -> str | None:
+    if window is None:
+        return "reads the pages of a window; this call has none"
+    if pages_of_window(window, max_query, k_pages.shape[1]) >= page_table.shape[1]:
+        return f"spares pages before a window; one of {window} may take all {page_table.shape[1]} pages of a row"
+    return None
+
+
+@paged_attention.kernel("torch_window", targets=EVERY, refuse=_refuse_window)
+def _window(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale, window=None):
+    assert window is not None
+    pages, at = window_pages(page_table, lengths, query_start, k_pages.shape[1], max_query, window)
+    return attend_pages(q, k_pages, v_pages, pages, at, lengths, query_start, max_query, uniform, scale, window)

@@ -20,16 +20,17 @@ SHAPES: list[Shape] = [(8, 2, 16, 16), (3, 1, 24, 16), (4, 4, 8, 12)]
 EVERY_ROWS = [*ROWS, VERIFY]
 
 
-def row_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The newest tokens of one row over all of it: q [queries heads dim], k and v [keys kv_heads dim]."""
+def row_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
+    """The newest tokens of one row over all it has, or a window: q [queries heads dim], k and v [keys kv_heads dim]."""
     queries, heads, keys = q.shape[0], q.shape[1], k.shape[0]
     out = torch.zeros(queries, heads, v.shape[2], dtype=torch.float64)
     for h in range(heads):
         kv = h // (heads // k.shape[1])
         for i in range(queries):
-            seen = keys - queries + i + 1
-            weights = (k[:seen, kv].double() @ q[i, h].double() * scale).softmax(0)
-            out[i, h] = weights @ v[:seen, kv].double()
+            end = keys - queries + i + 1
+            seen = slice(0 if window is None else max(end - window, 0), end)
+            weights = (k[seen, kv].double() @ q[i, h].double() * scale).softmax(0)
+            out[i, h] = weights @ v[seen, kv].double()
     return out
 
 
@@ -52,6 +53,10 @@ def held(pool: Tensor, table: Tensor, length: int) -> Tensor:
 @pytest.mark.parametrize("rows", EVERY_ROWS, ids=lambda rows: rows.name)
 def test_attention(rows: Rows, shape: Shape, dtype: torch.dtype) -> None:
     """Every kernel; rows do not see each other; padding gets zeros."""
+    check_attention(rows, shape, dtype, None)
+
+
+def check_attention(rows: Rows, shape: Shape, dtype: torch.dtype, window: int | None) -> None:
     heads, kv_heads, head_dim, v_dim = shape
     draw, start = Draw(dtype), rows.query_start()
     q, k = draw.normal(rows.tokens, heads, head_dim), draw.normal(rows.tokens, kv_heads, head_dim)
@@ -59,8 +64,8 @@ def test_attention(rows: Rows, shape: Shape, dtype: torch.dtype) -> None:
     expected = torch.zeros(rows.tokens, heads, v_dim, dtype=torch.float64)
     for row in range(len(rows.counts)):
         part = slice(int(start[row]), int(start[row + 1]))
-        expected[part] = row_attention(q[part], k[part], v[part], 0.3)
-    args, kwargs = (q, k, v, start), {**rows.hints(), "scale": 0.3}
+        expected[part] = row_attention(q[part], k[part], v[part], 0.3, window)
+    args, kwargs = (q, k, v, start), {**rows.hints(), "scale": 0.3, "window": window}
     for name in kernels_for(ops.attention, args, kwargs):
         with lowering.use(attention=name):
             assert_close(ops.attention(*args, **kwargs), expected, length=sum(rows.counts), dtype=dtype)
@@ -72,16 +77,82 @@ def test_attention(rows: Rows, shape: Shape, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rows", EVERY_ROWS, ids=lambda rows: rows.name)
 def test_paged_attention(rows: Rows, shape: Shape, shuffled: bool, dtype: torch.dtype) -> None:
     """Every kernel; every page and slot that no row holds is NaN and reaches nothing; padding gets zeros."""
-    args, kwargs = paged(rows, *shape, 4, shuffled=shuffled)(Draw(dtype))
+    check_paged(rows, shape, shuffled, dtype, 4, None)
+
+
+def check_paged(
+    rows: Rows, shape: Shape, shuffled: bool, dtype: torch.dtype, page_size: int, window: int | None
+) -> list[str]:
+    """Names of the kernels that took the call."""
+    args, kwargs = paged(rows, *shape, page_size, shuffled=shuffled)(Draw(dtype))
     q, k_pages, v_pages, table, lengths, start, _ = args
     expected = torch.zeros(rows.tokens, shape[0], shape[3], dtype=torch.float64)
     for row, length in enumerate(lengths.tolist()):
         part = slice(int(start[row]), int(start[row + 1]))
         k, v = (held(pool, table[row], length) for pool in (k_pages, v_pages))
-        expected[part] = row_attention(q[part], k, v, kwargs["scale"])
-    for name in kernels_for(ops.paged_attention, args, kwargs):
+        expected[part] = row_attention(q[part], k, v, kwargs["scale"], window)
+    kwargs["window"] = window
+    names = kernels_for(ops.paged_attention, args, kwargs)
+    for name in names:
         with lowering.use(paged_attention=name):
             assert_close(ops.paged_attention(*args, **kwargs), expected, length=int(lengths.max()), dtype=dtype)
+    return names
+
+
+LONG_ROWS = [*EVERY_ROWS, Rows("long_past", (1, 9, 0, 3), (70, 64, 50, 5), padding=2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("window", [1, 2, 5, 63, 64, 129, 1000])
+@pytest.mark.parametrize("rows", EVERY_ROWS, ids=lambda rows: rows.name)
+def test_attention_over_a_window(rows: Rows, window: int, dtype: torch.dtype) -> None:
+    """Windows of one token, around the blocks that kernels work in, and longer than any row."""
+    check_attention(rows, SHAPES[window % 3], dtype, window)
+
+
+@pytest.mark.parametrize("shuffled", [False, True], ids=["in_order", "scattered"])
+@pytest.mark.parametrize("page_size", [1, 3, 4, 64])
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 13, 63, 64, 1000])
+@pytest.mark.parametrize("rows", LONG_ROWS, ids=lambda rows: rows.name)
+def test_paged_attention_over_a_window(rows: Rows, window: int, page_size: int, shuffled: bool) -> None:
+    """Pages that end before, at and inside a window; scattered ones leave NaN wherever nobody may read."""
+    dtype = torch.bfloat16 if window in (5, 13) else torch.float32
+    names = check_paged(rows, SHAPES[window % 3], shuffled, dtype, page_size, window)
+    assert ("torch_window" in names) == (
+        2 + (window + max(rows.counts) - 3) // page_size < 1 + most_pages(rows, page_size)
+    )
+
+
+def most_pages(rows: Rows, page_size: int) -> int:
+    return max(-(-(past + count) // page_size) for past, count in zip(rows.past, rows.counts, strict=True))
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+@pytest.mark.parametrize("name", ["torch", "torch_rows", "torch_window"])
+def test_a_window_of_one_token_more_or_fewer_is_noticed(name: str, off: int) -> None:
+    """In every row that is longer than the window, of one new token and of several."""
+    rows = Rows("rows", (1, 9, 4), (30, 28, 20))
+    args, kwargs = paged(rows, 4, 2, 16, 16, 4, shuffled=True)(Draw(torch.float32))
+    with lowering.use(paged_attention=name):
+        right, wrong = (ops.paged_attention(*args, **kwargs, window=window) for window in (6, 6 + off))
+    for x, y in zip(right.split(rows.counts), wrong.split(rows.counts), strict=True):
+        with pytest.raises(AssertionError, match="difference"):
+            assert_close(x, y, length=30)
+
+
+@pytest.mark.parametrize("name", ["torch_rows", "torch_window"])
+def test_keys_before_a_window_are_not_read(name: str) -> None:
+    """Pages that lie whole before every window may hold NaN."""
+    rows = Rows("rows", (1, 3, 12), (40, 33, 50))
+    args, kwargs = paged(rows, 4, 2, 16, 16, 4, shuffled=True)(Draw(torch.float32))
+    _, k_pages, v_pages, *_, host = args
+    with lowering.use(paged_attention=name):
+        clean = ops.paged_attention(*args, **kwargs, window=6)
+        for pages, past in zip(host.pages, rows.past, strict=True):
+            unread = list(pages[: (past - 5) // 4])
+            assert len(unread) >= 7
+            k_pages[unread], v_pages[unread] = torch.nan, torch.nan
+        assert torch.equal(ops.paged_attention(*args, **kwargs, window=6), clean)
 
 
 def test_padding_may_hold_nan() -> None:
@@ -91,7 +162,9 @@ def test_padding_may_hold_nan() -> None:
     q, k, v = draw.normal(12, 4, 8), draw.normal(12, 2, 8), draw.normal(12, 2, 8)
     args, kwargs = (q, k, v, rows.query_start()), {**rows.hints(), "scale": 0.3}
     paged_args, paged_kwargs = paged(rows, 4, 2, 8, 8, 4, shuffled=True)(draw)
-    for op, xs, ys in ((ops.attention, args, kwargs), (ops.paged_attention, paged_args, paged_kwargs)):
+    calls = [(ops.attention, args, kwargs), (ops.paged_attention, paged_args, paged_kwargs)]
+    calls += [(op, xs, {**ys, "window": 3}) for op, xs, ys in calls]
+    for op, xs, ys in calls:
         dirty = [x.clone() if isinstance(x, Tensor) else x for x in xs]
         for x in dirty[: 3 if op is ops.attention else 1]:
             x[8:] = torch.nan

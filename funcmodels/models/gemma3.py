@@ -1,0 +1,169 @@
+"""Gemma3: layers that attend to a window of their past, and every few of them one that attends to all of it.
+
+Text models. A norm stands before and after each block, embeddings are scaled, and local and global layers turn queries
+and keys by angles of their own. Source: `Gemma3TextConfig` and `Gemma3ForCausalLM` in transformers 5.24.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lowering import ops
+from params.spec import TensorSpec
+from params.tree import tree, unchecked
+
+from ..attention.gqa import Attention, KeyValuePages, attention, attention_spec, key_value_pages
+from ..batch import Batch
+from ..blocks.linear import Embedding, Linear, Norm, linear_spec, norm_spec
+from ..blocks.mlp import Mlp, mlp_spec
+from ..output import LogitsOf, Output, Taps, head_logits
+from ..state import Entry, State
+from ..step import Step, begin, finish
+from .gemma3_config import GLOBAL, LOCAL, Gemma3Config, read_config
+
+__all__ = ["Gemma3Config", "Gemma3Params", "forward", "init_entries", "param_spec", "read_config"]
+
+
+@tree
+class Layer:
+    """One decoder layer: attention and a feed-forward block, each between two norms."""
+
+    input_norm: Norm
+    attn: Attention
+    post_attn_norm: Norm
+    pre_mlp_norm: Norm
+    mlp: Mlp
+    post_mlp_norm: Norm
+
+
+@tree
+class Gemma3Params:
+    """All parameters. `head` is None when the embedding is tied to it."""
+
+    embed: Embedding
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: Linear | None
+
+
+def param_spec(config: Gemma3Config) -> Gemma3Params:
+    """The parameter tree with a `TensorSpec` at each leaf."""
+    hidden = config.hidden_size
+    return unchecked(
+        Gemma3Params,
+        embed=unchecked(Embedding, weight=TensorSpec((config.vocab_size, hidden)), head=None),
+        layers=tuple(_layer_spec(config) for _ in config.layer_types),
+        norm=norm_spec(hidden, "zeros"),
+        head=None if config.tie_word_embeddings else linear_spec(hidden, config.vocab_size),
+    )
+
+
+def _layer_spec(config: Gemma3Config) -> Layer:
+    hidden = config.hidden_size
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    names = ("input_norm", "post_attn_norm", "pre_mlp_norm", "post_mlp_norm")
+    return unchecked(
+        Layer,
+        attn=attention_spec(hidden, *heads, bias=config.attention_bias),
+        mlp=mlp_spec(hidden, config.intermediate_size),
+        **{name: norm_spec(hidden, "zeros") for name in names},
+    )
+
+
+def init_entries(
+    config: Gemma3Config, rows: int, pages: int, page_size: int,
+    dtype: torch.dtype, recurrent_dtype: torch.dtype, device: torch.device,
+) -> tuple[Entry, ...]:  # fmt: skip
+    """One empty entry a layer. Local layers keep every key too: dropping tokens brings those before a window back."""
+    kv = (pages, page_size, config.num_key_value_heads, config.head_dim, dtype, device)
+    return tuple(key_value_pages(*kv) for _ in config.layer_types)
+
+
+def forward(
+    config: Gemma3Config,
+    params: Gemma3Params,
+    state: State | None,
+    batch: Batch,
+    *,
+    logits: LogitsOf = "all",
+    outputs: Sequence[str] = (),
+    keep_steps: bool = False,
+) -> tuple[Output, State | None]:
+    """Logits and final hidden of the batch's tokens, and the state that holds them too. See `Model.forward`."""
+    taps = Taps(outputs, [f"layers.{index}" for index in range(config.num_hidden_layers)])
+    step = begin(state, batch, keep_steps)
+    x = _embedded(config, params, batch)
+    hidden, entries = _layers(config, params, x, step, taps)
+    return Output(_logits(config, params, hidden, step, logits), hidden, taps.taken()), finish(step, entries)
+
+
+def _embedded(config: Gemma3Config, params: Gemma3Params, batch: Batch) -> Float[Tensor, "tokens hidden"]:
+    x = ops.embedding(batch.tokens, params.embed.weight)
+    return x * rounded(math.sqrt(config.hidden_size), x.dtype)
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """The nearest number to a positive `value` that `dtype` holds, as a Python number, so that nothing is traced."""
+    step = torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(value))
+    return round(value / step) * step
+
+
+def _layers(
+    config: Gemma3Config, params: Gemma3Params, x: Float[Tensor, "tokens hidden"], step: Step, taps: Taps
+) -> tuple[Float[Tensor, "tokens hidden"], list[Entry | None]]:
+    """The residual stream `x` through all layers and the final norm, and the layers' new entries."""
+    angles = {kind: _angles(config, kind, step) for kind in dict.fromkeys(config.layer_types)}
+    eps = config.rms_norm_eps
+    entries: list[Entry | None] = []
+    normed = ops.gemma_rms_norm(x, params.layers[0].input_norm.weight, eps=eps)
+    next_norms = [layer.input_norm for layer in params.layers[1:]] + [params.norm]
+    for index, (layer, next_norm) in enumerate(zip(params.layers, next_norms, strict=True)):
+        mixed, entry = _mix(config, layer.attn, normed, index, step, angles[config.layer_types[index]])
+        mixed = ops.gemma_rms_norm(mixed, layer.post_attn_norm.weight, eps=eps)
+        normed, x = ops.add_gemma_rms_norm(mixed, x, layer.pre_mlp_norm.weight, eps=eps)
+        fed = ops.linear(ops.geglu(ops.linear(normed, layer.mlp.gate_up.weight)), layer.mlp.down.weight)
+        fed = ops.gemma_rms_norm(fed, layer.post_mlp_norm.weight, eps=eps)
+        normed, x = ops.add_gemma_rms_norm(fed, x, next_norm.weight, eps=eps)
+        taps.offer(f"layers.{index}", x)
+        entries.append(entry)
+    return normed, entries
+
+
+def _angles(config: Gemma3Config, kind: str, step: Step) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the tokens' places, [tokens head_dim/2] each, for one kind of layer."""
+    theta, factor = {
+        GLOBAL: (config.rope_theta, config.rope_factor),
+        LOCAL: (config.rope_local_base_freq, config.rope_local_factor),
+    }[kind]
+    return ops.rotary_angles(step.positions, rotary_dim=config.head_dim, theta=theta, factor=factor)
+
+
+def _mix(
+    config: Gemma3Config, params: Attention, x: Float[Tensor, "tokens hidden"], index: int, step: Step,
+    angles: tuple[Tensor, Tensor],
+) -> tuple[Float[Tensor, "tokens hidden"], Entry | None]:  # fmt: skip
+    sizes: dict[str, Any] = {"heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads}
+    scale, window = config.query_pre_attn_scalar**-0.5, config.window(index)
+    past = step.past(index, KeyValuePages)
+    return attention(params, x, past, step, angles, **sizes, eps=config.rms_norm_eps, scale=scale, window=window)
+
+
+def _logits(
+    config: Gemma3Config, params: Gemma3Params, hidden: Float[Tensor, "tokens hidden"], step: Step, logits: LogitsOf
+) -> Float[Tensor, "positions vocab"]:
+    cap = config.final_logit_softcapping
+    found = head_logits(hidden, _head(params), step, logits)
+    return torch.tanh(found / cap) * cap if cap else found
+
+
+def _head(params: Gemma3Params) -> Any:
+    """The output projection's weight: its own, or the embedding's, which is not scaled here."""
+    if params.head is not None:
+        return params.head.weight
+    return params.embed.weight if params.embed.head is None else params.embed.head
