@@ -14,6 +14,7 @@ from params.errors import CheckpointError, ConfigError
 from params.files import StoredTensor, read_config, resolve, tensor_names
 from params.init import init
 from params.inspection import Inspection, inspect
+from params.mapped import MappedRows
 from params.saving import save
 from params.spec import TensorSpec
 from params.tree import (
@@ -36,6 +37,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Inspection",
+    "MappedRows",
     "StoredTensor",
     "TensorSpec",
     "at",

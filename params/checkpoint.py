@@ -8,10 +8,10 @@ maps between values in memory.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -19,11 +19,16 @@ from torch import Tensor
 
 from params.errors import CheckpointError
 from params.files import StoredTensor, resolve, tensor_names
-from params.matching import match, shown
+from params.mapped import MappedRows, mapped
+from params.matching import Plan, match, shown
 from params.names.rules import Names
+from params.spec import Constant, constants
 from params.tree import describe, dotted, items
 
 T = TypeVar("T")
+
+Tables = Literal["device", "host", "file"]
+"""Where `load` puts tables: beside the other leaves, on the CPU, or nowhere (`MappedRows`)."""
 
 CHUNK = 2**20
 """Bytes read at a time; with a conversion or another device, the memory a load takes beyond its result."""
@@ -38,16 +43,21 @@ def load(
     device: torch.device | str = "cpu",
     progress: bool = True,
     tensors: Mapping[str, StoredTensor] | None = None,
+    tables: Tables = "device",
 ) -> T:
     """The parameters of a checkpoint, in a tree like `spec`.
 
     Floating-point leaves get the dtype their spec pins, else `dtype`, else (`None`) the one they are stored in; other
     dtypes are never converted. `tensors` is an earlier `tensor_names(path)`, to read the headers once. `progress`
-    shows a bar when standard error is a terminal.
+    shows a bar when standard error is a terminal. `tables` says where the leaves go that are read by rows: with "file"
+    they are mapped and keep the dtype they are stored in.
 
     One `CheckpointError` lists every missing, unexpected, misshapen, wrongly typed or doubled tensor; nothing is
-    loaded in part. Memory: the result and about a megabyte. The result shares nothing with the files.
+    loaded in part. Memory: the result and about a megabyte. The result shares nothing with the files, but for mapped
+    tables: their files must stay as they are.
     """
+    if tables not in ("device", "host", "file"):
+        raise ValueError(f"tables={tables!r}: give 'device', 'host' or 'file'")
     directory = resolve(path)
     stored = tensor_names(directory) if tensors is None else tensors
     plan = match(spec, names, stored, dtype)
@@ -55,8 +65,18 @@ def load(
     for name, source in plan.repeats:
         if not _same_bytes(stored[name], stored[source]):
             raise CheckpointError(f"{directory}: {_untied(name, source)}")
-    leaves = _allocate(spec, plan.dtypes, device)
-    jobs = [(stored[name], part.of(leaves[path])) for name, path, part in plan.placements]
+    for name, constant in plan.constants:
+        _check_constant(directory, name, constant, _small(stored[name]))
+    apart = {path for path, leaf in items(spec) if leaf.table and tables != "device"}
+    leaves: dict[str, Any] = _mapped_tables(plan, stored, apart) if tables == "file" else {}
+    leaves |= _allocate(
+        spec, plan.dtypes, {path: "cpu" if path in apart else device for path, _ in items(spec) if path not in leaves}
+    )
+    jobs = [
+        (stored[name], part.of(leaves[path]))
+        for name, path, part in plan.placements
+        if isinstance(leaves[path], Tensor)
+    ]
     with _bar(sum(source.nbytes for source, _ in jobs), progress) as advance:
         _read_all(jobs, advance)
     return _rebuild(spec, leaves)
@@ -76,7 +96,9 @@ def from_checkpoint(
     for name, source in plan.repeats:
         if not torch.equal(_bytes(tensors[name]), _bytes(tensors[source])):
             raise CheckpointError(f"state dict: {_untied(name, source)}")
-    leaves = _allocate(spec, plan.dtypes, device)
+    for name, constant in plan.constants:
+        _check_constant("state dict", name, constant, tensors[name])
+    leaves = _allocate(spec, plan.dtypes, {path: device for path, _ in items(spec)})
     for name, path, part in plan.placements:
         part.of(leaves[path]).copy_(tensors[name].detach().reshape(part.shape))
     return _rebuild(spec, leaves)
@@ -87,24 +109,55 @@ def to_checkpoint(tree: Any, spec: Any, names: Names) -> dict[str, Tensor]:
 
     Merged leaves are split into views. `CheckpointError` lists the leaves that do not have the spec's shape.
     """
-    leaves, specs = dict(items(tree)), dict(items(spec))
+    leaves, specs = dict(items(tree, is_leaf=_is_mapped)), dict(items(spec))
     wrong = [
         f"{path} is {describe(leaves[path]) if path in leaves else 'missing'}, expected {shown(leaf.shape)}"
         for path, leaf in specs.items()
-        if not isinstance(leaves.get(path), Tensor) or tuple(leaves[path].shape) != leaf.shape
+        if not isinstance(leaves.get(path), (Tensor, MappedRows)) or tuple(leaves[path].shape) != leaf.shape
     ]
     wrong += [f"{path} is not in the spec" for path in leaves if path not in specs]
     if wrong:
         raise CheckpointError("the tree does not fit its spec:\n  " + "\n  ".join(wrong))
     layouts = {path: names.layouts(path, leaf, specs)[0] for path, leaf in specs.items()}
-    return {part.name: part.of(leaves[path]) for path, layout in layouts.items() for part in layout}
+    found = {part.name: part.of(leaves[path]) for path, layout in layouts.items() for part in layout}
+    fixed = {names.constant(path): constant for path, constant in constants(spec).items() if constant.saved}
+    return found | {name: constant.tensor() for name, constant in fixed.items()}
 
 
-def _allocate(spec: Any, dtypes: Mapping[str, torch.dtype], device: torch.device | str) -> dict[str, Tensor]:
-    return {path: torch.empty(leaf.shape, dtype=dtypes[path], device=device) for path, leaf in items(spec)}
+def _is_mapped(node: Any) -> bool:
+    return isinstance(node, MappedRows)
 
 
-def _rebuild(spec: T, leaves: Mapping[str, Tensor]) -> T:
+def _allocate(
+    spec: Any, dtypes: Mapping[str, torch.dtype], devices: Mapping[str, torch.device | str]
+) -> dict[str, Tensor]:
+    """Empty leaves for the paths that `devices` names."""
+    leaves = dict(items(spec))
+    return {path: torch.empty(leaves[path].shape, dtype=dtypes[path], device=at) for path, at in devices.items()}
+
+
+def _mapped_tables(plan: Plan, stored: Mapping[str, StoredTensor], paths: Collection[str]) -> dict[str, MappedRows]:
+    """The tables at `paths` in their files, part after part."""
+    parts = {path: [stored[name] for name, home, _ in plan.placements if home == path] for path in paths}
+    return {path: mapped(tensors) for path, tensors in parts.items()}
+
+
+def _small(source: StoredTensor) -> Tensor:
+    """A tensor of a few numbers, read into memory."""
+    found = torch.empty(source.shape, dtype=source.dtype)
+    _read_all([(source, found)], lambda done: None)
+    return found
+
+
+def _check_constant(where: str | Path, name: str, constant: Constant, found: Tensor) -> None:
+    if not constant.equals(found):
+        raise CheckpointError(
+            f"{where}: {name} holds {found.flatten()[:20].tolist()}, the config gives {list(constant.values)[:20]}; "
+            "the weights were made with another config, or hold a number that this model does not apply"
+        )
+
+
+def _rebuild(spec: T, leaves: Mapping[str, Tensor | MappedRows]) -> T:
     return pytree.tree_map_with_path(lambda path, leaf: None if leaf is None else leaves[dotted(path)], spec)
 
 

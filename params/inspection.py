@@ -32,7 +32,7 @@ class Row(NamedTuple):
 class Inspection:
     """A checkpoint against a family's names: `str()` of it is a table. `ok` when `load` would take it.
 
-    `load` also compares the values of tied tensors that are stored twice.
+    `load` also compares the values of tied tensors that are stored twice, and of numbers that the config fixes.
     """
 
     directory: Path
@@ -74,6 +74,7 @@ def inspect(path: str | Path, spec: Any, names: Names, *, dtype: torch.dtype | N
     notes = {problem.name: problem for problem in plan.problems}
     placed = {placement.name: placement for placement in plan.placements}
     repeats = {name: f"same as {source}" for name, source in plan.repeats}
+    repeats |= {name: "fixed by the config" for name, _ in plan.constants}
     rows = []
     for name, tensor in stored.items():
         home = placed.get(name) or notes.get(name)

@@ -7,6 +7,7 @@ does not. Loading refuses a plan with problems; inspecting shows it.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 
 from params.errors import CheckpointError
 from params.names.rules import Layout, Names, Part
-from params.spec import TensorSpec
+from params.spec import Constant, TensorSpec, constants
 from params.tree import items
 
 CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -64,12 +65,14 @@ class Plan:
     """What `match` found.
 
     `dtypes`: leaf path to the dtype it is to have. `repeats`: pairs of checkpoint tensors that must be equal, because
-    the second is stored once more as the first. `ignored`: checkpoint tensor to reason.
+    the second is stored once more as the first. `constants`: checkpoint tensors and the numbers they must hold.
+    `ignored`: checkpoint tensor to reason.
     """
 
     placements: tuple[Placement, ...]
     dtypes: dict[str, torch.dtype]
     repeats: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Constant], ...]
     ignored: dict[str, str]
     problems: tuple[Problem, ...]
 
@@ -108,15 +111,17 @@ def match(spec: Any, names: Names, tensors: Mapping[str, Shaped], dtype: torch.d
     used = {placement.name for placement in placements}
     left = {plain: own for plain, own in present.items() if own not in used}
     repeats = _repeats(names, left, placements)
-    ignored, unexpected = _leftovers(names, {plain: own for plain, own in left.items() if own not in repeats}, leaves)
+    fixed = _constants(spec, names, left)
+    left = {plain: own for plain, own in left.items() if own not in repeats and own not in fixed}
+    ignored, unexpected = _leftovers(names, left, leaves)
     problems += _hinted(missing, list(unexpected), list(tensors)) + [
         Problem("unexpected", own, f"{own}, {_describe(tensors[own])}") for own in unexpected
     ]
     dtypes, unfit = _dtypes(leaves, placements, tensors, dtype)
-    problems += _misshapen(placements, tensors) + unfit + _unequal(repeats, tensors)
+    problems += _misshapen(placements, tensors) + unfit + _unequal(repeats, tensors) + _miscounted(fixed, tensors)
     bad = {problem.name for problem in problems}
     kept = tuple(placement for placement in placements if placement.name not in bad)
-    return Plan(kept, dtypes, tuple(repeats.items()), ignored, tuple(problems))
+    return Plan(kept, dtypes, tuple(repeats.items()), tuple(fixed.items()), ignored, tuple(problems))
 
 
 def _canonical(names: Names, tensors: Mapping[str, Shaped]) -> tuple[dict[str, str], list[Problem]]:
@@ -140,6 +145,12 @@ def _repeats(names: Names, left: Mapping[str, str], placements: list[Placement])
     sources = {placement.path: placement.name for placement in placements}
     pairs = {plain: path for plain, path in names.tied.items() if plain in left and path in sources}
     return {left[plain]: sources[path] for plain, path in pairs.items()}
+
+
+def _constants(spec: Any, names: Names, left: Mapping[str, str]) -> dict[str, Constant]:
+    """Stored numbers that the config fixes."""
+    by_name = {names.constant(path): constant for path, constant in constants(spec).items()}
+    return {left[plain]: constant for plain, constant in by_name.items() if plain in left}
 
 
 def _leftovers(
@@ -226,6 +237,15 @@ def _unequal(repeats: Mapping[str, str], tensors: Mapping[str, Shaped]) -> list[
         Problem("not tied", name, f"{name} is {_describe(tensors[name])}, {source} is {_describe(tensors[source])}")
         for name, source in repeats.items()
         if tensors[name].dtype != tensors[source].dtype or tuple(tensors[name].shape) != tuple(tensors[source].shape)
+    ]
+
+
+def _miscounted(fixed: Mapping[str, Constant], tensors: Mapping[str, Shaped]) -> list[Problem]:
+    """Constants of which there are more or fewer than the config fixes."""
+    return [
+        Problem("misshapen", name, f"{name} is {_describe(tensors[name])}, expected {len(constant.values)} numbers")
+        for name, constant in fixed.items()
+        if math.prod(tensors[name].shape) != len(constant.values)
     ]
 
 

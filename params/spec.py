@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from params.tree import dotted
 
 Init = Literal["normal", "zeros", "ones", "log_uniform", "inverse_softplus", "conv"]
 
@@ -17,13 +21,15 @@ class TensorSpec:
 
     `dtype` pins the leaf (delta-rule gates stay float32 whatever the model runs in); `None` follows the model.
     `parts` are the row counts of the checkpoint tensors that are merged along axis 0 into this leaf, in order:
-    `(4096, 512, 512)` for a projection that computes query, key and value in one product.
+    `(4096, 512, 512)` for a projection that computes query, key and value in one product. A `table` is read by rows:
+    `load` can leave it on the host or in its files.
     """
 
     shape: tuple[int, ...]
     init: Init = "normal"
     dtype: torch.dtype | None = None
     parts: tuple[int, ...] | None = None
+    table: bool = False
 
     def __post_init__(self) -> None:
         if self.parts is not None and sum(self.parts) != self.shape[0]:
@@ -33,3 +39,35 @@ class TensorSpec:
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Numbers that stand in a checkpoint though the config fixes them: `load` compares them, `save` writes the `saved`.
+
+    A parameter node that has such numbers has a method `constants()`, which gives them by name.
+    """
+
+    values: tuple[int, ...] | tuple[float, ...]
+    saved: bool = True
+
+    def tensor(self) -> Tensor:
+        """The numbers [count], int64 or float32."""
+        return torch.tensor(self.values)
+
+    def equals(self, other: Tensor) -> bool:
+        """Whether a tensor of any shape and type holds these numbers."""
+        return other.flatten().tolist() == list(self.values)
+
+
+def constants(spec: Any) -> dict[str, Constant]:
+    """The constants of all nodes of a tree by their paths."""
+    found: dict[str, Constant] = {}
+    for path, node in pytree.tree_flatten_with_path(spec, is_leaf=_has_constants)[0]:
+        if _has_constants(node):
+            found |= {f"{dotted(path)}.{name}": value for name, value in node.constants().items()}
+    return found
+
+
+def _has_constants(node: Any) -> bool:
+    return hasattr(node, "constants")

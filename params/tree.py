@@ -109,9 +109,9 @@ def leaves(value: Any) -> list[Any]:
     return pytree.tree_leaves(value)
 
 
-def items(value: Any) -> Iterator[tuple[str, Any]]:
+def items(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[tuple[str, Any]]:
     """Pairs of readable path (`layers.3.attn.qkv.weight`) and leaf."""
-    for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+    for path, leaf in pytree.tree_flatten_with_path(value, is_leaf=is_leaf)[0]:
         yield dotted(path), leaf
 
 

@@ -1,4 +1,4 @@
-"""Gated delta net: short convolution, gated delta rule, gated norm (the linear-attention layer of Qwen3.5)."""
+"""Gated delta net: short convolution, gated delta rule, gated norm (the linear attention of Qwen3.5 and Flash-Next)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowering import ops
 from lowering.ops import DeltaInputs, DeltaTrail, WindowTrail
+from lowering.ops.norm import Activation
 from params.spec import TensorSpec
 from params.tree import tree, unchecked
 
@@ -86,8 +87,9 @@ def delta_net(
     k_heads: int,
     k_dim: int,
     eps: float,
+    gate: Activation = "silu",
 ) -> tuple[Float[Tensor, "tokens hidden"], DeltaNetState | None]:
-    """The layer's output, and its state after each row's last token (or before them, with trails)."""
+    """The output, gated by `gate` of z, and the state after each row's last token (or before them, with trails)."""
     v_heads, v_dim = params.a_log.shape[0], params.norm.weight.shape[0]
     keys, values = k_heads * k_dim, v_heads * v_dim
     rows = {"max_query": step.max_query, "uniform": step.uniform, "keep_steps": step.keep_steps}
@@ -102,7 +104,7 @@ def delta_net(
     decay, beta = ops.delta_gates(a, b, params.a_log, params.dt_bias)
     delta = None if past is None else past.delta
     y, delta, delta_trail = ops.gated_delta_rule(q, k, v, decay, beta, delta, step.query_start, **rows)
-    y = ops.gated_rms_norm(y, z, params.norm.weight, eps=eps, activation="silu")
+    y = ops.gated_rms_norm(y, z, params.norm.weight, eps=eps, activation=gate)
     y = ops.linear(y.flatten(-2), params.out.weight)
     if past is None:
         return y, None

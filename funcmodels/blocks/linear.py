@@ -9,6 +9,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
+from lowering import ops
 from params.spec import Init, TensorSpec
 from params.tree import tree, unchecked
 
@@ -24,6 +25,17 @@ class Linear:
     def lower_weights(self, prepare: PrepareWeight) -> Linear:
         """With the weight in the layout of the kernel that will read it."""
         return unchecked(Linear, weight=prepare("linear", self.weight))
+
+
+@tree
+class BiasedLinear(Linear):
+    """A projection with a bias."""
+
+    bias: Float[Tensor, " outputs"]
+
+    def lower_weights(self, prepare: PrepareWeight) -> BiasedLinear:
+        """With the weight in the layout of the kernel that will read it."""
+        return unchecked(BiasedLinear, weight=prepare("linear", self.weight), bias=self.bias)
 
 
 @tree
@@ -55,9 +67,19 @@ class GemmaNorm(Norm):
         return unchecked(GemmaNorm, weight=prepare("gemma_rms_norm", self.weight))
 
 
-def linear_spec(inputs: int, *parts: int) -> Linear:
+def linear_spec(inputs: int, *parts: int, bias: bool = False) -> Linear:
     """Spec of a projection from `inputs` to the sum of `parts`."""
-    return unchecked(Linear, weight=TensorSpec((sum(parts), inputs), parts=parts if len(parts) > 1 else None))
+    merged = parts if len(parts) > 1 else None
+    weight = TensorSpec((sum(parts), inputs), parts=merged)
+    if not bias:
+        return unchecked(Linear, weight=weight)
+    return unchecked(BiasedLinear, weight=weight, bias=TensorSpec((sum(parts),), "zeros", parts=merged))
+
+
+def project(params: Linear, x: Float[Tensor, "*lead inputs"]) -> Float[Tensor, "*lead outputs"]:
+    """The projection of `x`, with its bias where it has one."""
+    y = ops.linear(x, params.weight)
+    return y + params.bias if isinstance(params, BiasedLinear) else y
 
 
 def norm_spec(dim: int, init: Init) -> Norm:

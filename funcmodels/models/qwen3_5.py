@@ -183,8 +183,8 @@ def _mix(
     if isinstance(params, GatedAttention):
         heads = {"heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads}
         return gated_attention(params, x, step.past(index, KeyValuePages), step, rotary, **heads, eps=eps)
-    heads = {"k_heads": config.linear_num_key_heads, "k_dim": config.linear_key_head_dim}
-    return delta_net(params, x, step.past(index, DeltaNetState), step, **heads, eps=eps)
+    k_heads, k_dim = config.linear_num_key_heads, config.linear_key_head_dim
+    return delta_net(params, x, step.past(index, DeltaNetState), step, k_heads=k_heads, k_dim=k_dim, eps=eps)
 
 
 def _feed_forward(

@@ -56,21 +56,21 @@ def read_config(given: Mapping[str, Any]) -> Qwen35Config:
     text = {**given, **configs.section(given, "text_config")}
     rope = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": list(MROPE_SECTION)}
     rope |= {name: text[name] for name in rope if text.get(name) is not None}
-    rope |= next(iter(_rope_sections(text).values()), {})
-    fields = {"layer_types": _layer_types(text), **{k: v for k, v in text.items() if v is not None}, **rope}
+    rope |= next(iter(rope_sections(text).values()), {})
+    fields = {"layer_types": default_layer_types(text), **{k: v for k, v in text.items() if v is not None}, **rope}
     sizes = _MOE_SIZES if "moe" in str(text.get("model_type")) else ("intermediate_size",)
     config = configs.read(Qwen35Config, fields, required=sizes)
     _check(config, fields, sizes)
     return config
 
 
-def _rope_sections(given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def rope_sections(given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The sections that hold rotary fields, by name, without empty ones: the present spelling and the older one."""
     found = {name: configs.section(given, name) for name in ("rope_parameters", "rope_scaling")}
     return {name: section for name, section in found.items() if section}
 
 
-def _layer_types(given: Mapping[str, Any]) -> list[str]:
+def default_layer_types(given: Mapping[str, Any]) -> list[str]:
     """Every n-th layer attends fully, by default every fourth. Wrong types are left to the config's own check."""
     layers, every = given.get("num_hidden_layers"), given.get("full_attention_interval") or 4
     if not isinstance(layers, int) or not isinstance(every, int):
@@ -129,10 +129,11 @@ def _rotary_rules(config: Qwen35Config, given: Mapping[str, Any]) -> Iterator[tu
         sections == MROPE_SECTION or sum(sections) <= dim // 2,
         f"mrope_section {list(sections)} adds up to {sum(sections)}, more than half of the {dim} rotary channels",
     )
-    yield from _rope_section_rules(_rope_sections(given))
+    yield from rope_section_rules(rope_sections(given))
 
 
-def _rope_section_rules(found: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[bool, str]]:
+def rope_section_rules(found: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[bool, str]]:
+    """What the sections must not say: other kinds of rotary embedding, and two things at once."""
     for name, section in found.items():
         kinds = [section[key] for key in ("rope_type", "type") if key in section]
         other = next((kind for kind in kinds if kind != "default"), "default")

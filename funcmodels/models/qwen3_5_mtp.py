@@ -57,6 +57,8 @@ def mtp_forward(
     return Output(head_logits(hidden, head_weight(params), step, logits), hidden, {}), finish(step, entries)
 
 
-def mtp_logits(params: Qwen35Params, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
+def mtp_logits(
+    config: Qwen35Config, params: Qwen35Params, hidden: Float[Tensor, "rows hidden"]
+) -> Float[Tensor, "rows vocab"]:
     """Logits of hidden states that `mtp_forward` returned."""
     return ops.linear(hidden, head_weight(params))

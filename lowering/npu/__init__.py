@@ -5,13 +5,13 @@ through the dispatcher, optional arguments by keyword, so that nothing here need
 call meets the device, a fake tensor's shape function or a CPU reference of the operator.
 """
 
-from . import attention, delta, linear, mlp, moe, norm, rotary, sampling, short_conv
+from . import attention, delta, hyper_connection, linear, mla, mlp, moe, norm, rotary, sampling, short_conv, sparse
 from .kernel import say_gaps
 from .tables import kernel_table, op_table, target_table
 
 say_gaps()
 
 __all__ = [
-    "attention", "delta", "kernel_table", "linear", "mlp", "moe", "norm", "op_table", "rotary", "sampling",
-    "short_conv", "target_table",
+    "attention", "delta", "hyper_connection", "kernel_table", "linear", "mla", "mlp", "moe", "norm", "op_table",
+    "rotary", "sampling", "short_conv", "sparse", "target_table",
 ]  # fmt: skip

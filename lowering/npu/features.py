@@ -1,4 +1,4 @@
-"""Which `npu` operators a target has, and with which arguments.
+"""Which `npu` operators a target has, and with which arguments. Those of the ATB library are called `atb.NAME`.
 
 Where torch_npu is loaded its dispatcher answers. A target that is only named is looked up in the schemas recorded from
 the wheels (`schemas.json`; docs/record_npu_schemas.py writes it), so that a laptop gets the answer of any of them.
@@ -20,20 +20,37 @@ from ..target import Target
 RECORDED = Path(__file__).with_name("schemas.json")
 
 ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "atb.npu_ring_mla": (
+        "q_nope", "q_rope", "k_nope", "k_rope", "value", "mask", "seqlen", "head_num", "kv_head_num", "pre_out",
+        "prev_lse", "qk_scale", "kernel_type", "mask_type", "input_layout", "calc_type",
+    ),
     "npu_add_rms_norm": ("x1", "x2", "gamma", "epsilon"),
     "npu_apply_rotary_pos_emb": ("query", "key", "cos", "sin", "layout", "rotary_mode"),
+    "npu_attention_update": ("lse", "local_out", "update_type"),
     "npu_chunk_gated_delta_rule": (
         "query", "key", "value", "beta", "initial_state", "actual_seq_lengths", "scale", "g",
     ),
     "npu_format_cast": ("input", "acl_format"),
     "npu_fused_causal_conv1d": ("x", "weight", "conv_states", "query_start_loc", "cache_indices"),
     "npu_fused_infer_attention_score_v2": (
-        "query", "key", "value", "atten_mask", "actual_seq_qlen", "actual_seq_kvlen", "block_table", "num_query_heads",
-        "num_key_value_heads", "softmax_scale", "pre_tokens", "next_tokens", "input_layout", "sparse_mode",
-        "block_size",
+        "query", "key", "value", "query_rope", "key_rope", "atten_mask", "actual_seq_qlen", "actual_seq_kvlen",
+        "block_table", "num_query_heads", "num_key_value_heads", "softmax_scale", "pre_tokens", "next_tokens",
+        "input_layout", "sparse_mode", "block_size", "return_softmax_lse",
     ),
+    "npu_geglu": ("input", "dim", "approximate", "activate_left"),
     "npu_gemma_rms_norm": ("input", "gamma", "epsilon"),
     "npu_grouped_matmul": ("x", "weight", "group_list", "split_item", "group_type", "group_list_type"),
+    "npu_interleave_rope": ("x", "cos", "sin"),
+    "npu_kv_rmsnorm_rope_cache_v2": (
+        "kv", "gamma", "cos", "sin", "index", "k_cache", "ckv_cache", "epsilon", "cache_mode", "is_output_kv",
+    ),
+    "npu_lightning_indexer": (
+        "query", "key", "weights", "actual_seq_lengths_key", "block_table", "layout_query", "layout_key",
+        "sparse_count", "sparse_mode",
+    ),
+    "npu_moe_gating_top_k": (
+        "x", "k", "k_group", "group_count", "group_select_mode", "renorm", "norm_type", "routed_scaling_factor",
+    ),
     "npu_moe_gating_top_k_softmax_v2": ("x", "k", "renorm", "output_softmax"),
     "npu_moe_init_routing_v2": (
         "x", "expert_idx", "active_num", "expert_num", "drop_pad_mode", "expert_tokens_num_type",
@@ -51,14 +68,21 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 """Every operator that our kernels call, and the arguments they pass: what must be there for a kernel to be chosen."""
 
 DOCUMENTED: dict[str, str] = {
+    "atb.npu_ring_mla": "ascend910b ascend910_93",
     "npu_add_rms_norm": "",
     "npu_apply_rotary_pos_emb": "ascend910b ascend910_93 ascend950",
+    "npu_attention_update": "ascend910b ascend910_93",
     "npu_chunk_gated_delta_rule": "ascend910b ascend910_93",
     "npu_format_cast": "",
     "npu_fused_causal_conv1d": "ascend950",
     "npu_fused_infer_attention_score_v2": "ascend910b ascend910_93",
+    "npu_geglu": "ascend910b",
     "npu_gemma_rms_norm": "ascend910b ascend910_93",
     "npu_grouped_matmul": "ascend910b",
+    "npu_interleave_rope": "",
+    "npu_kv_rmsnorm_rope_cache_v2": "",
+    "npu_lightning_indexer": "",
+    "npu_moe_gating_top_k": "",
     "npu_moe_gating_top_k_softmax_v2": "ascend910b ascend910_93",
     "npu_moe_init_routing_v2": "ascend910b ascend910_93",
     "npu_moe_token_unpermute": "ascend910b ascend910_93 ascend950",
@@ -75,6 +99,10 @@ IN_USE: dict[str, str] = {
     "npu_format_cast": "ascend910b ascend910_93",
     "npu_fused_infer_attention_score_v2": "ascend950",
     "npu_grouped_matmul": "ascend910_93",
+    "npu_interleave_rope": "ascend910b ascend910_93",
+    "npu_kv_rmsnorm_rope_cache_v2": "ascend910b ascend910_93",
+    "npu_moe_gating_top_k": "ascend910b ascend910_93",
+    "npu_lightning_indexer": "ascend910b ascend910_93",
     "npu_rms_norm": "ascend910b ascend910_93 ascend950",
     "npu_swiglu": "ascend910_93",
 }
@@ -119,9 +147,21 @@ def _lacking(operator: str, schema: str | None) -> str | None:
     return f"argument {absent[0]} of operator {operator}" if absent else None
 
 
+def home(operator: str) -> tuple[str, str]:
+    """The dispatcher's namespace of an operator, and its name there."""
+    library, _, name = operator.rpartition(".")
+    return library or "npu", name
+
+
+def registered(operator: str) -> Any:
+    """The operator as the dispatcher has it; None where it has none."""
+    library, name = home(operator)
+    return getattr(getattr(torch.ops, library), name, None)
+
+
 def _registered(operator: str) -> str | None:
-    packet = getattr(torch.ops.npu, operator, None)
-    return None if packet is None else str(packet.default._schema).removeprefix("npu::")
+    packet = registered(operator)
+    return None if packet is None else str(packet.default._schema).partition("::")[2]
 
 
 @functools.cache
@@ -143,18 +183,23 @@ def recorded_version(target: Target) -> str:
 
 
 class _Operators:
-    """`torch.ops.npu` with an error in words for an operator that is not there."""
+    """The operators of one namespace, with an error in words for one that is not there."""
+
+    def __init__(self, library: str) -> None:
+        self._library = library
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(torch.ops.npu, name, None)
+        found = registered(f"{self._library}.{name}")
         if found is None:
             raise LoweringError(
-                f"operator npu::{name} is not loaded, so this kernel cannot run here; to see what would run, use "
-                "lowering.explain or lowering.lower; to run the CPU references of the operators, call "
+                f"operator {self._library}::{name} is not loaded, so this kernel cannot run here; to see what would "
+                "run, use lowering.explain or lowering.lower; to run the CPU references of the operators, call "
                 "lowering.npu_reference.load()"
             )
         return found
 
 
-npu = _Operators()
+npu = _Operators("npu")
 """The operators, looked up at each call: the references may be loaded at any time."""
+atb = _Operators("atb")
+"""Those of the ATB library."""

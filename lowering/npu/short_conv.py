@@ -14,9 +14,11 @@ TAPS = 3
 short_conv.without(("ascend910b", "ascend910_93"), "torch_npu has no short convolution for Ascend 910")
 
 
-def _refuse(x, weight, window, query_start, *, max_query, uniform, keep_steps) -> str | None:
+def _refuse(x, weight, window, query_start, *, max_query, uniform, keep_steps, dilation=1) -> str | None:
     if weight.shape[1] != TAPS:
         return f"takes {TAPS} taps; this weight has {weight.shape[1]}"
+    if dilation != 1:
+        return f"reads tokens next to each other; this call has dilation {dilation}"
     if window is None:
         return "continues a window; this call has none"
     if keep_steps:
@@ -29,7 +31,7 @@ def _refuse(x, weight, window, query_start, *, max_query, uniform, keep_steps) -
 
 
 @fused(short_conv, "npu_fused_causal_conv1d", "npu_fused_causal_conv1d", refuse=_refuse)
-def _three_taps(x, weight, window, query_start, *, max_query, uniform, keep_steps):
+def _three_taps(x, weight, window, query_start, *, max_query, uniform, keep_steps, dilation=1):
     # The operator writes the windows it is given, and has no activation of its own.
     after = window.clone(memory_format=torch.contiguous_format)
     slots = torch.arange(query_start.shape[0] - 1, dtype=torch.int32, device=x.device)

@@ -1,4 +1,4 @@
-"""CPU implementations of the `npu` operators that our kernels call, written from the operators' documentation.
+"""CPU implementations of torch_npu's operators that our kernels call, written from the operators' documentation.
 
 They let a forward that is lowered for an Ascend target run on any machine: they compute in float32 with the documented
 roundings, write what the device writes, raise where the documentation forbids a call, and put NaN where it leaves a
@@ -11,12 +11,12 @@ value undefined. They say nothing about speed. What they rest on is listed in `d
         model.forward(params, state, batch)
 """
 
-from . import activation, attention, cache, conv, delta, matmul, moe, norm, rotary
+from . import activation, attention, cache, conv, delta, matmul, mla, moe, norm, rotary, sparse
 from .checks import OperatorError
 from .registration import OPERATORS, Operator, load
 
 # The modules register their operators when they are imported.
 __all__ = [
     "OPERATORS", "Operator", "OperatorError", "activation", "attention", "cache", "conv", "delta", "load", "matmul",
-    "moe", "norm", "rotary",
+    "mla", "moe", "norm", "rotary", "sparse",
 ]  # fmt: skip

@@ -1,7 +1,10 @@
-"""Fused inference attention: causal grouped-query attention over packed, padded or paged keys and values.
+"""Fused inference attention: grouped-query attention over packed, padded or paged keys and values.
 
 Scores, softmax and the sum over values run in float32 and are rounded once. Lengths are host lists: cumulative for
 queries of layout TND and for packed keys, per request everywhere else (layout BSND, paged keys).
+
+Latent attention gives the rotated channels of queries and keys apart, and has two forms: heads of 128 over packed keys,
+and heads of 512, which all read the one latent, over pages.
 """
 
 from __future__ import annotations
@@ -36,6 +39,18 @@ RANKS = {"TND": 3, "BSND": 4}
 TND_WIDTHS = ((128, 128), (192, 128), (192, 192))
 """Widths of queries and keys, and of values, that layout TND is documented for."""
 
+ROPE_WIDTH = 64
+"""Width of the channels that latent attention gives apart."""
+
+LATENT_WIDTH = 512
+"""Width of the latent that all heads share; it stands for keys and values."""
+
+LATENT_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Query heads that the operator takes over a shared latent."""
+
+NZ_TILE = 16
+"""Channels of the innermost axis of NZ pages of 16-bit values."""
+
 MASK_SIDE = 2048
 """Side of the one mask that serves all lengths: True strictly above the diagonal."""
 
@@ -56,32 +71,42 @@ class _Call:
     after: int
     one_step: bool
     """Whether Q_S is 1, by which the documentation splits its rules."""
+    rope: bool
+    """Whether the rotated channels are given apart, as latent attention does."""
+    latent: bool
+    """Whether they are, and all heads read one latent."""
 
 
 def _understand(
-    query: Tensor, key: Tensor, value: Tensor, atten_mask: Tensor | None, actual_seq_qlen: Sequence[int] | None,
-    actual_seq_kvlen: Sequence[int] | None, block_table: Tensor | None, num_query_heads: int, num_key_value_heads: int,
-    pre_tokens: int, next_tokens: int, input_layout: str, sparse_mode: int, block_size: int, softmax_scale: float,
-    return_softmax_lse: bool, **rest: Any,
+    query: Tensor, key: Tensor, value: Tensor, query_rope: Tensor | None, key_rope: Tensor | None,
+    atten_mask: Tensor | None, actual_seq_qlen: Sequence[int] | None, actual_seq_kvlen: Sequence[int] | None,
+    block_table: Tensor | None, num_query_heads: int, num_key_value_heads: int, pre_tokens: int, next_tokens: int,
+    input_layout: str, sparse_mode: int, block_size: int, softmax_scale: float, return_softmax_lse: bool, **rest: Any,
 ) -> _Call:  # fmt: skip
     """Check all that can be checked without the values of tensors."""
     need_default(**{name: given if isinstance(given, Tensor) else given or None for name, given in rest.items()})
     need(input_layout in RANKS, f"input_layout is {input_layout!r}; the reference covers {', '.join(RANKS)}")
     need_dtype((torch.float16, torch.bfloat16), query=query)
-    need_one_dtype(query=query, key=key, value=value)
+    need_one_dtype(query=query, key=key, value=value, query_rope=query_rope, key_rope=key_rope)
     need_dtype((torch.bool, torch.int8, torch.uint8), atten_mask=atten_mask)
-    need_contiguous(query=query, key=key, value=value, atten_mask=atten_mask)
+    need_contiguous(query=query, key=key, value=value, query_rope=query_rope, key_rope=key_rope, atten_mask=atten_mask)
     need_rank(RANKS[input_layout], RANKS[input_layout], query=query)
+    need((query_rope is None) == (key_rope is None), "query_rope and key_rope are given both or neither")
+    rope = query_rope is not None
+    latent = rope and query.shape[-1] == LATENT_WIDTH
     kv_heads = num_key_value_heads or num_query_heads
-    _need_heads(query, num_query_heads, kv_heads)
+    _need_heads(query, num_query_heads, kv_heads, latent)
     paged = block_table is not None
     queries = _query_lengths(query, actual_seq_qlen, input_layout)
     held = _held_lengths(key, actual_seq_kvlen, input_layout, len(queries), paged)
     one_step = max(queries, default=0) <= 1 if input_layout == "TND" else query.shape[1] == 1
     call = _Call(
         input_layout, paged, num_query_heads, kv_heads, queries, held, block_size, sparse_mode, pre_tokens, next_tokens,
-        one_step,
+        one_step, rope, latent,
     )  # fmt: skip
+    if query_rope is not None and key_rope is not None:
+        _need_rope(query, key, query_rope, key_rope, call)
+        need(not (latent and return_softmax_lse), "return_softmax_lse is not documented for heads over a shared latent")
     _need_key_shapes(key, value, call)
     _need_widths(query.shape[-1], _width(key, call), _width(value, call), query.dtype, call)
     _need_mode(atten_mask, call)
@@ -90,13 +115,43 @@ def _understand(
     return call
 
 
-def _need_heads(query: Tensor, heads: int, kv_heads: int) -> None:
+def _need_heads(query: Tensor, heads: int, kv_heads: int, latent: bool) -> None:
     need(0 < heads <= 256, f"num_query_heads is {heads}; expected 1 to 256")
+    if latent:
+        need(heads in LATENT_HEADS, f"num_query_heads is {heads}; over a shared latent one of {LATENT_HEADS}")
+        need(kv_heads == 1, f"num_key_value_heads is {kv_heads}; a shared latent is one head")
     need(
-        heads % kv_heads == 0 and heads // kv_heads <= 64,
+        heads % kv_heads == 0 and (latent or heads // kv_heads <= 64),
         f"num_query_heads is {heads} and num_key_value_heads {kv_heads}; expected a multiple, of at most 64 times",
     )
     need(query.shape[-2] == heads, f"query is {shown(query)}; num_query_heads={heads} must be its last axis but one")
+
+
+def _need_rope(query: Tensor, key: Tensor, query_rope: Tensor, key_rope: Tensor, call: _Call) -> None:
+    """What both forms of latent attention demand, and what each does."""
+    need_shape((*query.shape[:-1], ROPE_WIDTH), f"as query, {ROPE_WIDTH} wide", query_rope=query_rope)
+    need(key.numel() > 0, f"key is {shown(key)}; with query_rope the operator takes no empty tensor")
+    if call.latent:
+        return _need_latent(key, key_rope, call)
+    width = query.shape[-1]
+    need(width == 128, f"query is {shown(query)}; with query_rope heads are 128 or {LATENT_WIDTH} wide")
+    need(call.layout == "TND", f"input_layout is {call.layout!r}; heads of 128 with query_rope take TND")
+    need(not call.paged, "block_table is given; heads of 128 with query_rope take packed keys only")
+    return need_shape((*key.shape[:-1], ROPE_WIDTH), f"as key, {ROPE_WIDTH} wide", key_rope=key_rope)
+
+
+def _need_latent(key: Tensor, key_rope: Tensor, call: _Call) -> None:
+    need(call.paged, f"block_table is missing; heads of {LATENT_WIDTH} are read from pages only")
+    need(max(call.queries) <= 16, f"a request has {max(call.queries)} queries; over a shared latent at most 16")
+    sizes = (128,) if key.dim() == 5 else (16, 128)
+    need(call.block_size in sizes, f"block_size is {call.block_size}; over a shared latent {sizes}")
+    if key.dim() == 5:
+        lead = (key.shape[0], 1)
+        tiles = (call.block_size, NZ_TILE)
+        need_shape((*lead, LATENT_WIDTH // NZ_TILE, *tiles), "blocks, 1, width / 16, block_size, 16", key=key)
+        return need_shape((*lead, ROPE_WIDTH // NZ_TILE, *tiles), "as key in NZ, 64 wide", key_rope=key_rope)
+    need_rank(3, 3, key=key)
+    return need_shape((*key.shape[:2], ROPE_WIDTH), "as key, 64 wide", key_rope=key_rope)
 
 
 def _query_lengths(query: Tensor, given: Sequence[int] | None, layout: str) -> tuple[int, ...]:
@@ -148,6 +203,9 @@ def _per_request(name: str, given: Sequence[int] | None, rows: int, longest: int
 
 
 def _need_key_shapes(key: Tensor, value: Tensor, call: _Call) -> None:
+    if call.latent:
+        _need_countable(key)
+        return need_shape(key.shape, "as key", value=value)
     if call.paged:
         step = 16 if call.one_step else 128
         size = call.block_size
@@ -159,26 +217,35 @@ def _need_key_shapes(key: Tensor, value: Tensor, call: _Call) -> None:
         need_shape((key.shape[0], size, key.shape[2]), "blocks, block_size, heads * width", key=key)
         need(key.shape[2] <= 65535, f"key is {shown(key)}; its last axis, heads * width, takes up to 65535")
         need(key.shape[2] % call.kv_heads == 0, f"key is {shown(key)}, whose last axis is not {call.kv_heads} heads")
-        need(key.numel() < 1 << 31, f"key has {key.numel()} elements; the operator counts them in int32")
+        _need_countable(key)
         return need_shape(key.shape, "as key", value=value)
     need_rank(RANKS[call.layout], RANKS[call.layout], key=key, value=value)
     need(
         key.shape[-2] == call.kv_heads, f"key is {shown(key)}; expected {call.kv_heads} heads on its last axis but one"
     )
+    need(call.layout == "BSND" or key.numel() > 0, f"key is {shown(key)}; layout TND takes no empty tensor")
     if call.layout == "BSND":
         need(key.shape[0] == len(call.queries), f"key is {shown(key)}; expected {len(call.queries)} requests")
         return need_shape(key.shape, "as key", value=value)
     return need_shape(key.shape[:2], "tokens, heads, as key", value=value[..., 0])
 
 
+def _need_countable(key: Tensor) -> None:
+    need(key.numel() < 1 << 31, f"key has {key.numel()} elements; the operator counts them in int32")
+
+
 def _width(x: Tensor, call: _Call) -> int:
     """Width of one head of keys or values."""
+    if call.latent:
+        return LATENT_WIDTH
     return x.shape[-1] // call.kv_heads if call.paged else x.shape[-1]
 
 
 def _need_widths(width: int, of_keys: int, of_values: int, dtype: torch.dtype, call: _Call) -> None:
     need(width == of_keys, f"heads of query are {width} wide and those of key {of_keys}; expected equal widths")
     need(width <= 512, f"heads are {width} wide; expected at most 512")
+    if call.latent:
+        return
     if call.layout == "TND":
         need(dtype == torch.bfloat16, f"query is {dtype}; layout TND takes torch.bfloat16")
         both = (of_keys, of_values)
@@ -191,9 +258,13 @@ def _need_widths(width: int, of_keys: int, of_values: int, dtype: torch.dtype, c
 
 def _need_mode(mask: Tensor | None, call: _Call) -> None:
     given = f"sparse_mode is {call.mode} with{'out' if mask is None else ''} atten_mask"
-    if call.layout == "BSND" and call.one_step:
-        need(call.mode == 0 and mask is None, f"{given}; the reference covers 0 without for a query of one step")
-        return
+    if call.latent:
+        wanted = 0 if call.one_step else 3
+        allowed = (call.mode, mask is None) == (wanted, call.one_step)
+        need(allowed, f"{given}; over a shared latent 0 without for one query, and 3 with for up to 16")
+    elif call.layout == "BSND" and call.one_step:
+        need(call.mode == 0, f"{given}; the reference covers 0 for a query of one step")
+        return _need_own_mask(mask, call)
     allowed = (call.mode, mask is None) in ((0, True), (3, False), (4, False))
     need(allowed, f"{given}; the reference covers 0 without, and 3 and 4 with the shared mask")
     if mask is None:
@@ -203,11 +274,29 @@ def _need_mode(mask: Tensor | None, call: _Call) -> None:
         f"atten_mask is {shown(mask)}; modes 3 and 4 take one for all lengths, [{MASK_SIDE}, {MASK_SIDE}] "
         "with up to two leading axes of size 1",
     )
-    if call.layout == "TND":
+    if call.layout == "TND" and not call.latent:
         _need_tnd_lengths(call)
 
 
+def _need_own_mask(mask: Tensor | None, call: _Call) -> None:
+    """A mask of the call's own, for one query a request: over all slots of its pages, or all its keys."""
+    if mask is not None:
+        size = call.block_size if call.paged else 1
+        keys = math.ceil(max(call.held) / size) * size
+        need(
+            mask.dim() == 4 and mask.shape[:3] == (len(call.queries), 1, 1) and mask.shape[3] >= keys,
+            f"atten_mask is {shown(mask)}; for one query it is [requests, 1, 1, keys] of {len(call.queries)} requests "
+            f"with at least {keys} keys",
+        )
+
+
 def _need_tnd_lengths(call: _Call) -> None:
+    reach = max(call.held, default=0) - 1
+    need(
+        call.mode != 4 or not call.one_step or call.before >= reach,
+        f"pre_tokens is {call.before} and one query of a request sees {reach} keys before its own; pre_tokens is "
+        "documented to have no effect on requests of one query",
+    )
     for queries, held in zip(call.queries, call.held, strict=True):
         need(
             call.mode == 4 or queries < held,
@@ -256,15 +345,21 @@ def npu_fused_infer_attention_score_v2(
     """
     call = _understand(query, key, value, **arguments)
     mask, table = arguments["atten_mask"], arguments["block_table"]
+    query_rope, key_rope = arguments["query_rope"], arguments["key_rope"]
+    if key.dim() == 5:
+        key, value, key_rope = (_plain(x) for x in (key, value, key_rope))
     if table is not None:
         need_values(0, key.shape[0] - 1, "ids of blocks, in unused entries too", block_table=table)
-    if mask is not None:
+    if mask is not None and call.mode != 0:
         alike = torch.equal(mask.reshape(MASK_SIDE, MASK_SIDE).bool(), _shared_mask())
         need(alike, "atten_mask must be True strictly above the diagonal and False elsewhere: True masks out")
     rows = range(len(call.queries))
     tokens = [_rows(query, call.layout, call.queries, row) for row in rows]
     keys, values = ([_held(x, table, call, row) for row in rows] for x in (key, value))
-    seen = [_seen(call, row) for row in rows]
+    if call.rope:
+        tokens = _beside(tokens, [_rows(query_rope, call.layout, call.queries, row) for row in rows])
+        keys = _beside(keys, [_held(key_rope, table, call, row) for row in rows])
+    seen = [_seen(call, mask, row) for row in rows]
     scale = arguments["softmax_scale"]
     results = [_attend(*each, call, scale) for each in zip(tokens, keys, values, seen, strict=True)]
     out, lse = _joined(results, query.shape[1], call)
@@ -276,6 +371,16 @@ def npu_fused_infer_attention_score_v2(
 @functools.cache
 def _shared_mask() -> Tensor:
     return torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.bool).triu(1)
+
+
+def _beside(plain: list[Tensor], turned: list[Tensor]) -> list[Tensor]:
+    """Heads with their rotated channels behind the others: a product of such heads is the sum of both products."""
+    return [torch.cat(pair, -1) for pair in zip(plain, turned, strict=True)]
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Pages [blocks 1 tiles block_size 16] as [blocks block_size tiles * 16]: channel c lies in tile c // 16."""
+    return x.squeeze(1).transpose(1, 2).flatten(2)
 
 
 def _rows(x: Tensor, layout: str, lengths: Sequence[int], row: int) -> Tensor:
@@ -295,13 +400,13 @@ def _held(x: Tensor, table: Tensor | None, call: _Call, row: int) -> Tensor:
     return blocks.unflatten(-1, (call.kv_heads, -1)).flatten(0, 1)[:length]
 
 
-def _seen(call: _Call, row: int) -> Tensor:
+def _seen(call: _Call, mask: Tensor | None, row: int) -> Tensor:
     """[queries keys]: which keys each query of a request sees. The last query stands on the last key."""
     queries, held = call.queries[row], call.held[row]
     i = torch.arange(queries)[:, None] + held - queries
     j = torch.arange(held)
     if call.mode == 0:
-        return torch.ones(queries, held, dtype=torch.bool)
+        return torch.ones(queries, held, dtype=torch.bool) if mask is None else ~mask[row, 0, :, :held].bool()
     return j <= i if call.mode == 3 else (j >= i - call.before) & (j <= i + call.after)
 
 

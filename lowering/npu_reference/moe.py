@@ -55,6 +55,47 @@ def npu_moe_gating_top_k_softmax_v2(
     return weights.to(x.dtype), ids.int(), third
 
 
+def _grouped_like(
+    x: Tensor, k: int, k_group: int, group_count: int, group_select_mode: int, renorm: int, norm_type: int,
+    out_flag: bool, routed_scaling_factor: float, eps: float, **rest: object,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    need_default(**rest)
+    need_dtype(FLOATS, x=x)
+    need_rank(2, 2, x=x)
+    experts = x.shape[1]
+    need(renorm == 0, f"renorm is {renorm}; the operator takes 0 only")
+    covered = (norm_type, group_select_mode) == (0, 0)
+    need(covered, "the reference covers norm_type 0, a softmax, and group_select_mode 0, a group's best expert")
+    need(experts <= 2048, f"x has {experts} experts; expected at most 2048")
+    need(group_count > 0 and experts % group_count == 0, f"{experts} experts make no {group_count} groups")
+    each = experts // group_count
+    need(each > 2, f"groups have {each} experts; expected more than 2")
+    need(-(-each // 32) * 32 * group_count <= 2048, f"{group_count} groups of {each}, filled up to 32s, exceed 2048")
+    need(1 <= k_group <= group_count, f"k_group is {k_group}; expected 1 to {group_count}")
+    need(1 <= k <= k_group * each, f"k is {k}; expected 1 to {k_group * each}, the experts of the groups kept")
+    need(x.numel() > 0, f"x is {shown(x)}; what the operator does without tokens is not documented")
+    return x.new_empty(len(x), k), x.new_empty(len(x), k, dtype=torch.int32), x.new_empty(x.shape, dtype=torch.float32)
+
+
+@operator("npu_moe_gating_top_k", shapes=_grouped_like)
+def npu_moe_gating_top_k(
+    x: Tensor, k: int, k_group: int, group_count: int, group_select_mode: int, renorm: int, norm_type: int,
+    out_flag: bool, routed_scaling_factor: float, eps: float, **rest: object,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(weights, expert ids, softmax over all experts: NaN without out_flag). The lower id wins among equals.
+
+    Weights are probabilities of the softmax over all experts times the factor, whichever were chosen.
+    """
+    every = x.float().softmax(-1)
+    grouped = every.unflatten(-1, (group_count, -1))
+    order = grouped.amax(-1).sort(dim=-1, descending=True, stable=True).indices
+    dropped = torch.ones(len(x), group_count, dtype=torch.bool).scatter_(1, order[:, :k_group], False)
+    kept = grouped.masked_fill(dropped[..., None], -torch.inf).flatten(1)
+    ids = kept.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    weights = every.gather(-1, ids) * routed_scaling_factor
+    return weights.to(x.dtype), ids.int(), every if out_flag else torch.full_like(every, torch.nan)
+
+
 def _routing_like(
     x: Tensor, expert_idx: Tensor, scale: Tensor | None, offset: Tensor | None, active_num: int, expert_capacity: int,
     expert_num: int, drop_pad_mode: int, expert_tokens_num_type: int, expert_tokens_num_flag: bool, quant_mode: int,

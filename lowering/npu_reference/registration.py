@@ -1,4 +1,4 @@
-"""Definition of the namespace `npu` on the CPU: schemas as recorded from one torch_npu version, implementations ours.
+"""Definition of the operators on the CPU: schemas as recorded from one torch_npu version, implementations ours.
 
 An implementation comes in two parts. `shapes` checks all that can be checked without values and returns empty
 outputs: it answers for meta and fake tensors. `run` checks values and computes. Both get every argument of the schema
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import LoweringError
-from ..npu.features import recorded, recorded_version
+from ..npu.features import home, recorded, recorded_version, registered
 from ..target import named
 from .checks import OperatorError
 
@@ -32,13 +32,14 @@ class Operator:
 
 
 OPERATORS: dict[str, Operator] = {}
-"""Implementations by operator name, without the namespace."""
+"""Implementations by the operator's name in `lowering/npu/features.py`."""
 
-_libraries: dict[str, torch.library.Library] = {}
+_libraries: dict[str, dict[str, torch.library.Library]] = {}
+"""By version, those of the namespaces that its operators lie in."""
 
 
 def operator(name: str, shapes: Callable[..., Any]) -> Callable[[F], F]:
-    """Register the decorated function as the CPU implementation of `npu::name`."""
+    """Register the decorated function as the CPU implementation of an operator."""
 
     def register(run: F) -> F:
         OPERATORS[name] = Operator(shapes, run)
@@ -48,7 +49,7 @@ def operator(name: str, shapes: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def load(version: str = "2.13.0") -> None:
-    """Define the operators of the namespace `npu` that torch_npu `version` has, and implement them on the CPU.
+    """Define the operators that torch_npu `version` has, of those our kernels call, and implement them on the CPU.
 
     A second call does nothing. `LoweringError` where torch_npu itself is loaded, or another version was asked for
     before in this process: a dispatcher holds one schema an operator.
@@ -67,17 +68,33 @@ def load(version: str = "2.13.0") -> None:
             f"those of {exact} need a process of their own"
         )
     # Kept alive: the definitions vanish with the library.
-    library = _libraries[exact] = torch.library.Library("npu", "FRAGMENT")
+    libraries = _libraries[exact] = {}
     for name, schema in recorded()[exact].items():
-        library.define(schema)
-        _implement(library, name, schema)
+        space, _ = home(name)
+        if space not in libraries:
+            libraries[space] = torch.library.Library(space, "FRAGMENT")
+        libraries[space].define(schema)
+        _implement(libraries[space], name, schema)
+
+
+def give_shapes(space: str) -> None:
+    """Give the operators of a namespace, as they are registered here, the output shapes of the references.
+
+    For a process that has torch_npu, whose operators of that namespace come without any.
+    """
+    for name, one in OPERATORS.items():
+        found = registered(name) if home(name)[0] == space else None
+        if found is not None:
+            schema = str(found.default._schema).partition("::")[2]
+            torch.library.register_fake(f"{space}::{home(name)[1]}", _named(name, schema, one.shapes))
 
 
 def _implement(library: torch.library.Library, name: str, schema: str) -> None:
     """Put the two parts of operator `name` behind its schema."""
     one = OPERATORS[name]
-    library.impl(name, _named(name, schema, one.shapes), "Meta")
-    library.impl(name, _named(name, schema, functools.partial(_checked, one)), "CPU")
+    _, own = home(name)
+    library.impl(own, _named(own, schema, one.shapes), "Meta")
+    library.impl(own, _named(own, schema, functools.partial(_checked, one)), "CPU")
 
 
 def _checked(one: Operator, **arguments: Any) -> Any:

@@ -71,6 +71,44 @@ def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, rota
     return rotated(input, r1, r2, rotary_mode)
 
 
+INTERLEAVED_WIDTH = 64
+"""The one width of heads that are sorted and turned at once."""
+
+
+def sorted_and_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x with its even channels before its odd ones, then rotated by halves, in float32."""
+    halves = torch.cat((x[..., ::2], x[..., 1::2]), -1).float()
+    return halves * cos.float() + turned(halves, "half") * sin.float()
+
+
+def need_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """The limits that operators share which sort and turn: x [B N S 64], cosines [B 1 S 64] or [B 1 1 64]."""
+    need(soc() != ASCEND_950, "known to run on ascend910b and ascend910_93; the call is lowered to ascend950")
+    need_dtype((torch.float16, torch.bfloat16), x=x)
+    need_one_dtype(x=x, cos=cos, sin=sin)
+    need_rank(4, 4, x=x, cos=cos, sin=sin)
+    need_contiguous(x=x, cos=cos, sin=sin)
+    batch, _, steps, _ = x.shape
+    need(cos.shape == sin.shape, f"cos is {shown(cos)} and sin {shown(sin)}; the operator takes equal shapes")
+    need(
+        tuple(cos.shape) in ((batch, 1, steps, INTERLEAVED_WIDTH), (batch, 1, 1, INTERLEAVED_WIDTH)),
+        f"cos is {shown(cos)}; expected [{batch}, 1, {steps} or 1, {INTERLEAVED_WIDTH}]: each one twice, side by side",
+    )
+
+
+def _interleave_like(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    need_interleaved(x, cos, sin)
+    width = x.shape[-1]
+    need(width == INTERLEAVED_WIDTH, f"the last axis of x is {width}; expected {INTERLEAVED_WIDTH}")
+    return torch.empty_like(x)
+
+
+@operator("npu_interleave_rope", shapes=_interleave_like)
+def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x with neighbours rotated; the first members of all pairs come first, then the second ones."""
+    return sorted_and_turned(x, cos, sin).to(x.dtype)
+
+
 _ROTARY_LAYOUTS = {"TND": 3, "BSND": 4, "SBND": 4, "BNSD": 4}
 
 

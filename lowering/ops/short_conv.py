@@ -35,24 +35,27 @@ def short_conv(
     max_query: int,
     uniform: bool,
     keep_steps: bool,
+    dilation: int = 1,
 ) -> tuple[Float[Tensor, "tokens channels"], Float[Tensor, "slots past channels"] | None, WindowTrail | None]:
-    """silu(sum_j weight[:, j] * x at t - (width - 1) + j), the window supplying the width - 1 tokens before the first.
+    """silu(sum_j weight[:, j] * x at t - (width - 1 - j) * dilation), the window supplying what lies before the first.
 
-    Slots are rows plus one scratch slot, the last. Returns the output, the window after each row's last token, and
-    with `keep_steps` the old window and a trail instead. `window=None` starts from zeros and keeps nothing.
+    That is (width - 1) * dilation tokens. Slots are rows plus one scratch slot, the last. Returns the output, the
+    window after each row's last token, and with `keep_steps` the old window and a trail instead. `window=None` starts
+    from zeros and keeps nothing.
     """
     new = to_rectangle(x, query_start, max_query, uniform)
-    rows, width = new.shape[0], weight.shape[1]
-    past = new.new_zeros(rows, width - 1, x.shape[1]) if window is None else window[:rows].to(x.dtype)
-    inputs = torch.cat((past, new), 1)
+    rows, past = new.shape[0], (weight.shape[1] - 1) * dilation
+    before = new.new_zeros(rows, past, x.shape[1]) if window is None else window[:rows].to(x.dtype)
+    inputs = torch.cat((before, new), 1)
     taps = wide(weight).T.contiguous()
-    y = torch.stack([wide(inputs[:, tap : tap + max_query]) * taps[tap] for tap in range(width)]).sum(0)
+    seen = [wide(inputs[:, tap * dilation : tap * dilation + max_query]) for tap in range(weight.shape[1])]
+    y = torch.stack([x * tap for x, tap in zip(seen, taps, strict=True)]).sum(0)
     y = to_flat(F.silu(y).to(x.dtype), query_start, x.shape[0], uniform)
     if window is None:
         return y, None, None
     if keep_steps:
         return y, window, WindowTrail(with_scratch(inputs))
-    return y, window_after(with_scratch(inputs), query_start.diff(), width - 1).to(window.dtype), None
+    return y, window_after(with_scratch(inputs), query_start.diff(), past).to(window.dtype), None
 
 
 def with_scratch(x: Tensor) -> Tensor:

@@ -15,20 +15,20 @@ BLOCK = 2**18
 """Elements that are worked on at a time."""
 
 
-def _refuse(x, weight, window, query_start, *, max_query, uniform, keep_steps) -> str | None:
+def _refuse(x, weight, window, query_start, *, max_query, uniform, keep_steps, dilation=1) -> str | None:
     return "keeps no steps" if keep_steps else None
 
 
 @short_conv.kernel("torch_blocked", targets=EVERY, refuse=_refuse, batches=False)
-def _blocked(x, weight, window, query_start, *, max_query, uniform, keep_steps):
+def _blocked(x, weight, window, query_start, *, max_query, uniform, keep_steps, dilation=1):
     new = to_rectangle(x, query_start, max_query, uniform)
     rows, _, channels = new.shape
-    past = weight.shape[1] - 1
+    past = (weight.shape[1] - 1) * dilation
     before = new.new_zeros(rows, past, channels) if window is None else window[:rows].to(x.dtype)
     step = max(past, BLOCK // max(rows * channels, 1))
     taps = weight.to(wide_dtype(x, weight)).T.contiguous().unbind()
-    blocks = [_convolved(torch.cat((before, new[:, :step]), 1), taps)]
-    blocks += [_convolved(new[:, at - past : at + step], taps) for at in range(step, max_query, step)]
+    blocks = [_convolved(torch.cat((before, new[:, :step]), 1), taps, dilation)]
+    blocks += [_convolved(new[:, at - past : at + step], taps, dilation) for at in range(step, max_query, step)]
     y = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
     y = to_flat(y, query_start, x.shape[0], uniform)
     if window is None:
@@ -40,11 +40,11 @@ def _blocked(x, weight, window, query_start, *, max_query, uniform, keep_steps):
     return y, after.to(window.dtype), None
 
 
-def _convolved(inputs: Tensor, taps: tuple[Tensor, ...]) -> Tensor:
+def _convolved(inputs: Tensor, taps: tuple[Tensor, ...], dilation: int) -> Tensor:
     """inputs [rows past+tokens channels], taps [width] of [channels]."""
     wide = inputs.to(taps[0].dtype)
-    tokens = wide.shape[1] - len(taps) + 1
+    tokens = wide.shape[1] - (len(taps) - 1) * dilation
     y = wide[:, :tokens] * taps[0]
     for at, tap in enumerate(taps[1:], 1):
-        y.addcmul_(wide[:, at : at + tokens], tap)
+        y.addcmul_(wide[:, at * dilation : at * dilation + tokens], tap)
     return F.silu(y).to(inputs.dtype)

@@ -8,8 +8,9 @@ same answer, so what is saved is what loads.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -23,8 +24,8 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     region: tuple[int | slice, ...] = ()
 
-    def of(self, leaf: Tensor) -> Tensor:
-        """The region of `leaf` as the checkpoint shapes it; a view when the leaf is contiguous."""
+    def of(self, leaf: Any) -> Tensor:
+        """The region of `leaf`, a tensor or `MappedRows`, as the checkpoint shapes it; a view when it is contiguous."""
         return leaf[self.region].reshape(self.shape)
 
     def where(self) -> str:
@@ -89,6 +90,23 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Shards:
+    """A table cut into checkpoint tensors of some rows each, `{s}` counting them from 0; or `whole`, as one tensor.
+
+    `TensorSpec.parts` says how many rows each has.
+    """
+
+    name: str
+    whole: str
+
+    def layouts(self, leaf: TensorSpec, layer: int | None) -> tuple[Layout, ...]:
+        """One tensor a shard, in order; then the whole."""
+        counts = leaf.parts or (leaf.shape[0],)
+        names = tuple(self.name.format(i=layer, s=shard) for shard in range(len(counts)))
+        return (*Rows(names).layouts(replace(leaf, parts=counts), None), *Plain(self.whole).layouts(leaf, layer))
+
+
+@dataclass(frozen=True)
 class Experts:
     """Expert weights `[experts, rows, columns]`: one stacked tensor, or `each` (with `{e}`) for every expert.
 
@@ -123,8 +141,8 @@ class Beside:
 class Ignore:
     """Checkpoint tensors that are passed over, and why.
 
-    `pattern` is compared component by component from the first to the last: `*` is any one component, `**` any
-    number. With `unless`, the tensors are only passed over when the tree has nothing under that path.
+    `pattern` is compared component by component from the first to the last: `*` is any one component or part of one,
+    `**` any number of them. With `unless`, the tensors are only passed over when the tree has nothing under that path.
     """
 
     pattern: str
@@ -141,14 +159,15 @@ def _fits(pattern: list[str], words: list[str]) -> bool:
         return all(word == "**" for word in pattern) and not words
     if pattern[0] == "**":
         return _fits(pattern[1:], words) or _fits(pattern, words[1:])
-    return pattern[0] in ("*", words[0]) and _fits(pattern[1:], words[1:])
+    return fnmatchcase(words[0], pattern[0]) and _fits(pattern[1:], words[1:])
 
 
 @dataclass(frozen=True)
 class Names:
     """A family's spelling of its parameters.
 
-    `rules`: leaf path, `{i}` for the layer number, to rule. `prefixes`: (what wrappers write, what the rules say),
+    `rules`: leaf path, `{i}` for the layer number, to rule. `constants`: the same for numbers that the config fixes, to
+    checkpoint name. `prefixes`: (what wrappers write, what the rules say),
     the first that fits is applied. `tied`: checkpoint tensor that may be left out, or must repeat the named leaf
     exactly, when the tree has no leaf for it. `nested`: what `model.` becomes when saving beside a config whose text
     part is nested.
@@ -159,6 +178,7 @@ class Names:
     prefixes: tuple[tuple[str, str], ...] = ()
     ignore: tuple[Ignore, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, str] = field(default_factory=dict)
     nested: str = "model."
 
     def canonical(self, name: str) -> str:
@@ -179,6 +199,11 @@ class Names:
         if isinstance(rule, Beside):
             rule = rule.then if rule.sibling.format(i=layer) in paths else rule.otherwise
         return rule, layer
+
+    def constant(self, path: str) -> str:
+        """The checkpoint name of the constant at `path`. `KeyError` for one without a name."""
+        layer = next((int(word) for word in path.split(".") if word.isdigit()), None)
+        return self.constants[".".join("{i}" if word.isdigit() else word for word in path.split("."))].format(i=layer)
 
     def layouts(self, path: str, leaf: TensorSpec, paths: Collection[str]) -> tuple[Layout, ...]:
         """Every way a checkpoint may store the leaf at `path`."""

@@ -30,7 +30,7 @@ logging.set_verbosity_error()
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 CONTEXT = 256
-"""Tokens that each row holds before decoding is timed."""
+"""Tokens that each row holds before decoding is timed, if no other number is asked for."""
 
 
 def config(layers: int) -> Qwen3_5TextConfig:
@@ -115,15 +115,15 @@ def prefill(pair: Pair, tokens: int, dtype: torch.dtype, rounds: int) -> list[fl
 class Decoding:
     """One side's decoding: its cache, and a step that appends one token a row."""
 
-    def __init__(self, pair: Pair, params: Any, rows: int, dtype: torch.dtype, room: int) -> None:
+    def __init__(self, pair: Pair, params: Any, rows: int, dtype: torch.dtype, room: int, context: int) -> None:
         self.pair, self.params = pair, params
-        ids = torch.randint(0, 32768, (rows, CONTEXT))
+        ids = torch.randint(0, 32768, (rows, context))
         self.token = ids[:, -1:].clone()
         if params is None:
             self.state = pair.theirs(input_ids=ids, use_cache=True, logits_to_keep=1).cache
             return
-        state = pair.model.init_state(rows, CONTEXT + room, dtype=dtype)
-        batch = fm.Batch.from_tokens(ids.flatten(), [CONTEXT] * rows, state)
+        state = pair.model.init_state(rows, context + room, dtype=dtype)
+        batch = fm.Batch.from_tokens(ids.flatten(), [context] * rows, state)
         self.state = pair.model.forward(params, state, batch, logits="last")[1]
 
     def theirs(self) -> None:
@@ -138,10 +138,10 @@ class Decoding:
         self.token = out.logits.argmax(-1)
 
 
-def decode(pair: Pair, rows: int, dtype: torch.dtype, rounds: int) -> list[float]:
-    """Times of one step: ours plain, ours prepared, theirs, the linears alone."""
+def decode(pair: Pair, rows: int, dtype: torch.dtype, rounds: int, context: int = CONTEXT) -> list[float]:
+    """Times of one step on top of `context` tokens a row: ours plain, ours prepared, theirs, the linears alone."""
     room = rounds + 1
-    sides = [Decoding(pair, params, rows, dtype, room) for params in (pair.params, pair.prepared, None)]
+    sides = [Decoding(pair, params, rows, dtype, room, context) for params in (pair.params, pair.prepared, None)]
     return best(rounds, sides[0].ours, sides[1].ours, sides[2].theirs, linears(pair, rows, dtype))
 
 

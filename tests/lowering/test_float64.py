@@ -24,7 +24,12 @@ STEP = 1e-6
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 """Torch's own forward-mode rules are scripted when the first of them is loaded."""
 
-SKIPPED = ("write_pages", "embedding", "rotary_angles", "mrope_angles", "keep_top", "draw")
+SKIPPED = (
+    "write_pages", "embedding", "ngram_rows", "rotary_angles", "mrope_angles", "keep_top", "draw", "yarn_angles",
+    "expand_blocks", "index_keys", "index_scores_topk",
+    # New latents are in pages and beside them, and kernels read either: test_mla_ops.py has these ops in float64.
+    "mla_prefix_attention", "latent_norm_rope_write", "write_latents",
+)  # fmt: skip
 PAIRS = [
     (case, kernel)
     for case in CASES

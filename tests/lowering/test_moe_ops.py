@@ -24,6 +24,20 @@ def test_route_softmax(dtype: torch.dtype) -> None:
         assert_close(weights[token], (wide[token, best] / wide[token, best].sum()).to(dtype), length=16)
 
 
+@pytest.mark.parametrize(("groups", "kept"), [(1, 1), (4, 2), (3, 3), (6, 1)])
+def test_route_grouped(groups: int, kept: int) -> None:
+    """The groups with the largest probabilities stay; weights are those of the softmax over all, scaled alone."""
+    logits = (Draw(torch.float32).distinct(12, 7, 12) / 4).float()
+    weights, ids = ops.route_grouped(logits, top_k=2, groups=groups, kept_groups=kept, scale=1.5)
+    wide, each = logits.double().softmax(-1), 12 // groups
+    for token in range(7):
+        best = sorted(range(groups), key=lambda g: -float(logits[token, g * each : (g + 1) * each].max()))[:kept]
+        allowed = [e for e in range(12) if e // each in best]
+        chosen = sorted(allowed, key=lambda e: -float(logits[token, e]))[:2]
+        assert ids[token].tolist() == chosen
+        assert_close(weights[token], (1.5 * wide[token, chosen]).float(), length=12)
+
+
 def test_route_softmax_of_distant_logits() -> None:
     """Logits far apart stay finite and sum to one."""
     logits = torch.tensor([[-18.0, 3000, -4000, 2999.5], [-1e4, -1e4 - 1, -3e4, -2e4]])

@@ -9,23 +9,24 @@ import torch
 
 import lowering
 from lowering import OPS, Policy, npu_reference
-from lowering.npu import attention, delta, features, mlp, moe, norm, rotary, short_conv
+from lowering.npu import attention, delta, features, mla, mlp, moe, norm, rotary, short_conv, sparse
 from lowering.target import ASCEND
 from tests.cases import CASES
 
-MODULES = (attention, delta, mlp, moe, norm, rotary, short_conv)
+MODULES = (attention, delta, mla, mlp, moe, norm, rotary, short_conv, sparse)
 
 
 class Recorder:
-    """Stands for the operators and notes each call: name, number of positional arguments, names of the others."""
+    """Stands for operators and notes each call: name, number of positional arguments, names of the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, operators: Any = features.npu, prefix: str = "") -> None:
+        self.operators, self.prefix = operators, prefix
         self.calls: set[tuple[str, int, frozenset[str]]] = set()
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls.add((name, len(args), frozenset(kwargs)))
-            return getattr(features.npu, name)(*args, **kwargs)
+            self.calls.add((self.prefix + name, len(args), frozenset(kwargs)))
+            return getattr(self.operators, name)(*args, **kwargs)
 
         return call
 
@@ -34,8 +35,9 @@ class Recorder:
 def calls() -> set[tuple[str, int, frozenset[str]]]:
     """Every way in which some kernel calls some operator, over all small cases and targets, and in preparation."""
     npu_reference.load()
-    recorder = Recorder()
+    recorder, library = Recorder(), Recorder(features.atb, "atb.")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mla, "atb", library)
         for module in MODULES:
             patch.setattr(module, "npu", recorder)
         for target in ASCEND:
@@ -46,7 +48,7 @@ def calls() -> set[tuple[str, int, frozenset[str]]]:
                         with lowering.use(Policy({case.op: kernel.name}), target=target):
                             OPS[case.op](*args, **kwargs)
         assert OPS["experts"].kernels["npu_grouped_experts"].prepare(torch.zeros(3, 32, 16, dtype=torch.bfloat16))  # type: ignore[misc]
-    return recorder.calls
+    return recorder.calls | library.calls
 
 
 def test_required_arguments_are_positional_and_optional_ones_are_named(calls: set[Any]) -> None:
@@ -77,6 +79,9 @@ def test_defaults_that_mislead_are_never_relied_on(calls: set[Any]) -> None:
         "npu_fused_infer_attention_score_v2": {
             "softmax_scale", "num_query_heads", "num_key_value_heads", "input_layout", "sparse_mode",
         },
+        "atb.npu_ring_mla": {"qk_scale", "mask_type", "input_layout", "calc_type", "kernel_type"},
+        "npu_kv_rmsnorm_rope_cache_v2": {"epsilon", "cache_mode", "is_output_kv"},
+        "npu_lightning_indexer": {"layout_query", "layout_key", "sparse_count", "sparse_mode"},
         "npu_scatter_pa_kv_cache": {"cache_mode"},
         "npu_grouped_matmul": {"group_list", "group_list_type", "group_type", "split_item"},
         "npu_apply_rotary_pos_emb": {"layout", "rotary_mode"},

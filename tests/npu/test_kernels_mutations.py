@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lowering import OPS, LoweringError, npu_reference
-from lowering.npu import attention, delta, features, mlp, moe, norm, rotary, short_conv
+from lowering.npu import attention, delta, features, mla, mlp, moe, norm, rotary, short_conv, sparse
 from lowering.target import ASCEND
 from tests.cases import CASES
 
@@ -22,8 +22,12 @@ from .agreement import check
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-MODULES = (attention, delta, mlp, moe, norm, rotary, short_conv)
+MODULES = (attention, delta, mla, mlp, moe, norm, rotary, short_conv, sparse)
 FIA = "npu_fused_infer_attention_score_v2"
+FAR = attention.FAR
+MLA, RING = "mla_prefix_attention", "atb.npu_ring_mla"
+OTHER_MODE = {"PA_NZ": "PA_BNSD", "PA_BNSD": "PA_NZ"}
+INDEXER, SPARSE = "npu_lightning_indexer", "sparse_attention"
 STEPS, CHUNK = "npu_recurrent_gated_delta_rule_functional", "npu_chunk_gated_delta_rule"
 PACKED, PADDED = {"input_layout": "TND"}, {"input_layout": "BSND"}
 
@@ -84,6 +88,23 @@ def past_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return args, kwargs | {"actual_seq_kvlen": held}
 
 
+def unmasked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Without the triangle."""
+    left_out = ("atten_mask", "pre_tokens", "next_tokens")
+    return args, {k: v for k, v in kwargs.items() if k not in left_out} | {"sparse_mode": 0}
+
+
+def weighted(lses: list[torch.Tensor]) -> list[torch.Tensor]:
+    """With the lse of an empty part as if it held one key of score 0."""
+    return [torch.where(lse.isinf(), 0, lse) for lse in lses]
+
+
+def second_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """A ring that begins anew."""
+    kept = {k: v for k, v in kwargs.items() if k not in ("pre_out", "prev_lse")}
+    return args, kept | {"calc_type": "calc_type_first_ring"}
+
+
 def by_choice(places: torch.Tensor) -> torch.Tensor:
     """Places listed choice by choice instead of token by token: the cases of 6 tokens have 2 choices."""
     return places.view(-1, 2).T.flatten() if places.numel() == 12 else places
@@ -110,8 +131,42 @@ FLIPS = [
     Flip(FIA, "queries end where keys end", but(sparse_mode=lambda _: 2), {"sparse_mode": 3}, only="paged_attention"),
     Flip(FIA, "the band ends at the query", but(next_tokens=lambda _: 1), PACKED),
     Flip(FIA, "the band reaches back to the first key", but(pre_tokens=lambda _: 2), PACKED),
+    Flip(FIA, "a window holds the query itself (packed)", but(pre_tokens=lambda n: n + (n < FAR)), PACKED),
+    Flip(FIA, "a window holds the query itself (padded)", but(pre_tokens=lambda n: n + 1), PADDED),
+    Flip(FIA, "where one query's window begins", but(atten_mask=lambda mask: mask.roll(-1, -1)), {"sparse_mode": 0}),
     Flip(FIA, "pages in the order of the table", but(block_table=lambda table: table.flip(1).contiguous())),
     Flip(FIA, "keys before values", swapped(1, 2)),
+    Flip(FIA, "a mask is True where a key is hidden", but(atten_mask=lambda mask: ~mask), only=SPARSE),
+    Flip(FIA, "the scale is that of the call", without("softmax_scale"), only=SPARSE),
+    Flip(INDEXER, "weights of one", at(2, lambda ones: ones.cumsum(-1) - 1)),
+    Flip(INDEXER, "keys are counted in blocks", but(actual_seq_lengths_key=lambda n: (n - 1).clamp(min=1))),
+    Flip(INDEXER, "pages in the order of the table", but(block_table=lambda table: table.flip(1).contiguous())),
+    Flip(INDEXER, "pages, not rows, of keys", without("layout_key")),
+    Flip(INDEXER, "as many blocks as are wanted", but(sparse_count=lambda count: max(count - 1, 1))),
+    Flip(INDEXER, "valid ones come first", result=lambda r: (r[0].flip(-1), r[1])),
+    Flip(FIA, "rope channels are added to the score (queries)", but(query_rope=torch.zeros_like)),
+    Flip(FIA, "rope channels are added to the score (keys)", but(key_rope=torch.zeros_like)),
+    Flip(FIA, "packed key lengths are cumulative", but(actual_seq_kvlen=rows_of), PACKED, only=MLA),
+    Flip(FIA, "the last query of a shared latent sees the last key", but(sparse_mode=lambda _: 0), PADDED, only=MLA),
+    Flip(FIA, "new tokens do not see later ones", unmasked, PACKED, only=MLA),
+    Flip(FIA, "lse is token-major", result=lambda r: (r[0], r[1].transpose(0, 1).reshape(r[1].shape)), only=MLA),
+    Flip("npu_attention_update", "lse in the order of the outputs", at(0, lambda lses: lses[::-1])),
+    Flip("npu_attention_update", "rows without a prefix have no weight", at(0, weighted)),
+    Flip("npu_attention_update", "lse is a logarithm", at(0, lambda lses: [lse.exp() for lse in lses])),
+    Flip("npu_attention_update", "lse is token-major", at(0, lambda lses: [lses[0], lses[1].flip(0)])),
+    Flip(RING, "later tokens are masked", but(mask_type=lambda _: "no_mask"), {"mask_type": "mask_type_triu"}),
+    Flip(RING, "the scale is not 1", without("qk_scale")),
+    Flip(RING, "the second ring merges the first", second_alone),
+    Flip(RING, "lengths are each row's own", at(6, lambda n: n.cumsum(-1).int())),
+    Flip(RING, "queries before keys", at(6, lambda n: n.flip(0)), {"calc_type": "calc_type_default"}),
+    Flip("npu_interleave_rope", "cosine before sine", swapped(1, 2)),
+    Flip("npu_interleave_rope", "neighbours, not halves", at(0, lambda x: x.unflatten(-1, (2, -1)).mT.flatten(-2))),
+    Flip("npu_kv_rmsnorm_rope_cache_v2", "the rope cache comes first", swapped(5, 6)),
+    Flip("npu_kv_rmsnorm_rope_cache_v2", "cosine before sine", swapped(2, 3)),
+    Flip("npu_kv_rmsnorm_rope_cache_v2", "epsilon is the caller's", without("epsilon")),
+    Flip("npu_kv_rmsnorm_rope_cache_v2", "rope keys are returned first", result=lambda r: (r[1], r[0])),
+    Flip("npu_kv_rmsnorm_rope_cache_v2", "tiled or plain", but(cache_mode=lambda mode: OTHER_MODE[mode])),
+    Flip("npu_kv_rmsnorm_rope_cache_v2", "slots count tokens", at(4, lambda slots: slots - 1)),
     Flip("npu_scatter_pa_kv_cache", "plain pages, not NZ", without("cache_mode")),
     Flip("npu_scatter_pa_kv_cache", "slots count tokens from 0", at(4, lambda slots: slots - 1)),
     Flip("npu_scatter_pa_kv_cache", "keys before values", lambda a, k: ((a[1], a[0], a[3], a[2], a[4].roll(1)), k)),
@@ -132,6 +187,8 @@ FLIPS = [
     Flip("npu_apply_rotary_pos_emb", "cosine before sine", swapped(2, 3)),
     Flip("npu_apply_rotary_pos_emb", "packed tokens", without("layout")),
     Flip("npu_swiglu", "the first half is activated", at(0, halves_swapped)),
+    Flip("npu_geglu", "the first half is activated", without("activate_left")),
+    Flip("npu_geglu", "the product comes first", result=lambda r: (r[1], r[0])),
     Flip(STEPS, "the state is value-major", at(3, lambda state: state.mT.contiguous())),
     Flip(STEPS, "queries come scaled", but(scale=lambda _: 128**-0.5)),
     Flip(STEPS, "lengths are each row's own", but(actual_seq_lengths=lambda n: n.cumsum(0).int())),
@@ -146,6 +203,9 @@ FLIPS = [
     Flip(CHUNK, "decay is a logarithm", but(g=lambda g: g.exp())),
     Flip(CHUNK, "write strength is not one", but(beta=torch.ones_like)),
     Flip(CHUNK, "the state comes out value-major", result=lambda r: (r[0], r[1].mT.contiguous())),
+    Flip("npu_moe_gating_top_k", "weights are scaled", without("routed_scaling_factor")),
+    Flip("npu_moe_gating_top_k", "experts lie in groups", but(group_count=lambda _: 1, k_group=lambda _: 1)),
+    Flip("npu_moe_gating_top_k", "weights come first", result=lambda r: (r[1].float(), r[0].long(), r[2])),
     Flip("npu_moe_gating_top_k_softmax_v2", "weights add up to one", but(renorm=lambda _: 0)),
     Flip("npu_moe_gating_top_k_softmax_v2", "weights come first", result=lambda r: (r[1].float(), r[0].long(), r[2])),
     Flip("npu_moe_init_routing_v2", "rows by token, not by place", but(row_idx_type=lambda _: 1)),
@@ -162,14 +222,14 @@ FLIPS = [
 
 
 class Flipped:
-    """Stands for the operators, with one convention of one of them flipped; `met` once a call was changed."""
+    """Stands for operators, with one convention of one of them flipped; `met` once a call was changed."""
 
-    def __init__(self, flip: Flip) -> None:
-        self.flip, self.met = flip, False
+    def __init__(self, flip: Flip, operators: Any = features.npu, prefix: str = "") -> None:
+        self.flip, self.met, self.operators, self.prefix = flip, False, operators, prefix
 
     def __getattr__(self, name: str) -> Any:
-        operator, flip = getattr(features.npu, name), self.flip
-        if name != flip.operator:
+        operator, flip = getattr(self.operators, name), self.flip
+        if self.prefix + name != flip.operator:
             return operator
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -191,7 +251,10 @@ def test_a_flipped_convention_is_noticed(flip: Flip, monkeypatch: pytest.MonkeyP
     """By a wrong value, or by the operator's reference, which refuses the call."""
     npu_reference.load()
     operators = Flipped(flip)
-    for module in MODULES:
+    if flip.operator.startswith("atb."):
+        operators = Flipped(flip, features.atb, "atb.")
+        monkeypatch.setattr(mla, "atb", operators)
+    for module in () if flip.operator.startswith("atb.") else MODULES:
         monkeypatch.setattr(module, "npu", operators)
     for target in ASCEND:
         for case in CASES:

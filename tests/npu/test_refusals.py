@@ -83,6 +83,7 @@ CONV = "npu_fused_causal_conv1d"
 SHORT, LONG = "verify_2_4_128_bf16_window", "ragged_2_4_128_bf16_window"
 MOE = "npu_grouped_experts"
 
+TOPK, INDEX = "index_scores_topk", "ragged_4x128"
 REFUSALS: list[tuple[str, str, str, Change, str]] = [
     ("rms_norm", "npu_rms_norm", "hidden", to(F64, "x", "weight"), "takes float16, bfloat16, float32; x is float64"),
     ("rms_norm", "npu_rms_norm", "hidden", to(F32, "weight"), "takes one dtype; found x bfloat16, weight float32"),
@@ -109,11 +110,27 @@ REFUSALS: list[tuple[str, str, str, Change, str]] = [
     ("swiglu", "npu_swiglu", "mlp", shaped(gate_up=(1,) * 8 + (4,)), "takes 1 to 8 axes; gate_up has 9"),
     ("swiglu", "npu_swiglu", "mlp", shaped(gate_up=(4, 7)), "halves the last axis; gate_up has 7"),
     ("swiglu", "npu_swiglu", "mlp", shaped(gate_up=(0, 8)), "takes no empty tensor; gate_up is [0, 8]"),
+    ("geglu", "npu_geglu", "mlp", shaped(gate_up=(4, 7)), "halves the last axis; gate_up has 7"),
+    ("geglu", "npu_geglu", "mlp", to(F64, "gate_up"), "takes float16, bfloat16, float32; gate_up is float64"),
     ("rotary", "npu_rotary_mul", "full", to(F32, "k"), "takes one dtype; found q bfloat16, k float32"),
     ("rotary", "npu_rotary_mul", "full", shaped(q=(3, 1000, 16)), "takes at most 999 heads; this call has 1000"),
     ("rotary", "npu_rotary_mul", "full", shaped(q=(3, 4, 900), k=(3, 4, 900), cos=(3, 448), sin=(3, 448)),
      "takes at most 895 channels; this call has 896"),
-    ("rotary_interleaved", "npu_rotary_mul", "full", shaped(k=(3, 0, 16)), "takes no empty tensor; k is [3, 0, 16]"),
+    ("rotary_interleaved", "npu_rotary_mul", "full", shaped(x=(3, 0, 16)), "takes no empty tensor; x is [3, 0, 16]"),
+    ("route_grouped", "npu_moe_gating_top_k", "v2", but(groups=80),
+     "takes groups of 3 experts or more; this call has 2"),
+    ("route_grouped", "npu_moe_gating_top_k", "v2", but(top_k=61),
+     "takes as many choices as the kept groups have experts at most; this call has 61"),
+    ("route_grouped", "npu_moe_gating_top_k", "v2", shaped(logits=(7, 2080)),
+     "takes at most 2048 experts, groups filled up to multiples of 32; this call has 2080"),
+    ("route_grouped", "npu_moe_gating_top_k", "lite", to(F64, "logits"),
+     "takes float16, bfloat16, float32; logits is float64"),
+    ("route_grouped", "npu_moe_gating_top_k", "lite", shaped(logits=(0, 64)),
+     "takes no empty tensor; logits is [0, 64]"),
+    (PAGED, TND, "decode_pages_of_128_128", but(window=3),
+     "for one query a row the operator is documented to ignore a window, and layout TND takes no other mask"),
+    (PAGED, TND, "decode_pages_of_128_128", lambda given: upper_bounds(but(window=384)(given)),
+     "needs exact row lengths on the host, and only an upper bound is known: read the accepted counts first"),
     (PAGED, FIA, RAGGED, upper_bounds,
      "needs exact row lengths on the host, and only an upper bound is known: read the accepted counts first"),
     (PAGED, FIA, RAGGED, shaped(v_pages=(9, 128, 2, 128)),
@@ -184,14 +201,29 @@ REFUSALS: list[tuple[str, str, str, Change, str]] = [
     ("experts", MOE, "tiny", shaped(gate_up=(8, 65536, 32), down=(8, 32, 32768)),
      "takes at most 65535 twice_inner; this call has 65536"),
     ("experts", MOE, "tiny", shaped(ids=(6, 513), weights=(6, 513)), "takes at most 512 choices; this call has 513"),
+    (TOPK, "npu_lightning_indexer", "ragged_3x8", lambda given: given, "takes an index_dim of 128; this call has 8"),
+    (TOPK, "npu_lightning_indexer", INDEX, shaped(index_pages=(9, 8, 128)),
+     "takes pages of block keys in multiples of 16, up to 1024; this call has 8 a page: "
+     "make page_size a multiple of 64"),
+    (TOPK, "npu_lightning_indexer", INDEX, but(top_k=2049),
+     "takes a top_k of 1 to 2048, or up to 8192 in steps of 1024; this call has 2049"),
+    (TOPK, "npu_lightning_indexer", INDEX, shaped(q=(21, 65, 128)), "takes at most 64 index_heads; this call has 65"),
+    (TOPK, "npu_lightning_indexer", INDEX, to(F32, "q", "index_pages"), "takes float16, bfloat16; q is float32"),
+    (TOPK, "npu_lightning_indexer", INDEX, to(F16, "q"), "takes one dtype; found q float16, index_pages bfloat16"),
+    ("sparse_attention", "npu_gather_fia", "ragged_6_2_16", to(F32, "q", "k_pages", "v_pages"),
+     "takes float16, bfloat16; q is float32"),
+    ("sparse_attention", "npu_gather_fia", "ragged_4_1_8_12", lambda given: given,
+     "takes keys and values of one size; this call has 8 and 12"),
+    ("sparse_attention", "npu_gather_fia", "ragged_6_2_16", shaped(selected=(21, 0)),
+     "takes no empty tensor; selected is [21, 0]"),
 ]  # fmt: skip
 
 ON_950: list[tuple[str, str, str, Change, str]] = [
     ("rotary", "npu_apply_rotary_pos_emb", "awkward", lambda given: given, "takes an even head_dim; this call has 13"),
     ("rotary", "npu_apply_rotary_pos_emb", "full", shaped(q=(3, 4, 1026), k=(3, 4, 1026)),
      "takes at most 1024 head_dim; this call has 1026"),
-    ("rotary_interleaved", "npu_apply_rotary_pos_emb", "full", to(F64, "q", "k"),
-     "takes float16, bfloat16, float32; q is float64"),
+    ("rotary_interleaved", "npu_apply_rotary_pos_emb", "full", to(F64, "x"),
+     "takes float16, bfloat16, float32; x is float64"),
     ("short_conv", CONV, "uniform_16x2", lambda given: given, "takes 3 taps; this weight has 2"),
     ("short_conv", CONV, "uniform_128x3", but(window=None), "continues a window; this call has none"),
     ("short_conv", CONV, "uniform_128x3", but(keep_steps=True), "keeps no steps"),
@@ -217,8 +249,11 @@ def test_a_limit_is_refused_in_words(
 
 
 def test_every_kernel_has_a_refusal_that_is_tested() -> None:
-    """Each kernel with a limit of its own appears above."""
-    tested = {(row[0], row[1]) for row in REFUSALS + ON_950}
+    """Each kernel with a limit of its own appears above, or where latent attention is tested."""
+    from . import test_mla, test_mla_writes
+
+    tested = {(row[0], row[1]) for row in REFUSALS + ON_950 + test_mla_writes.REFUSALS}
+    tested |= {(test_mla.OP.name, row[0]) for row in test_mla.REFUSALS}
     assert tested == {
         (name, kernel.name) for name, op in OPS.items() for kernel in op.kernels.values() if kernel.operators
     }

@@ -149,17 +149,19 @@ def test_recorded_schemas_have_what_we_pass() -> None:
 def test_schemas_are_recorded_from_a_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operators we call, oldest version first; a dump that lacks one, or holds a damaged schema, is refused."""
     known = features.recorded()
-    dump: dict[str, Any] = {
-        "torch_npu": {v: {**known[v], "npu_other": "npu_other(Tensor x) -> Tensor"} for v in reversed(known)}
-    }
+    other, library = {"npu_other": "npu_other(Tensor x) -> Tensor"}, "atb."
+    plain = {v: {k: x for k, x in known[v].items() if not k.startswith(library)} | other for v in reversed(known)}
+    atb = {v: {k[4:]: x for k, x in known[v].items() if k.startswith(library)} | other for v in known}
+    dump: dict[str, Any] = {"torch_npu": plain, "atb": atb}
     monkeypatch.setattr(features, "RECORDED", tmp_path / "schemas.json")
     made = runpy.run_path(str(ROOT / "docs" / "record_npu_schemas.py"))
     (tmp_path / "dump.json").write_text(json.dumps(dump))
     made["main"](str(tmp_path / "dump.json"))
     written = json.loads((tmp_path / "schemas.json").read_text())
     assert written == known and list(written) == list(known)
-    with pytest.raises(ValueError, match="no version in the dump has npu_add_rms_norm, "):
+    with pytest.raises(ValueError, match=r"no version in the dump has atb\.npu_ring_mla, npu_add_rms_norm, "):
         made["kept"]({"2.13.0": {}})
     dump["torch_npu"]["2.13.0"]["npu_swiglu"] = "npu_swiglu(Tensor input"
+    (tmp_path / "dump.json").write_text(json.dumps(dump))
     with pytest.raises(RuntimeError):
-        made["kept"](dump["torch_npu"])
+        made["main"](str(tmp_path / "dump.json"))

@@ -137,8 +137,42 @@ def test_one_step_over_small_pages() -> None:
     out, _ = call(FIA, arguments)
     for row in range(3):
         assert_close(out[row], naive(query[row], cache.k[row], cache.v[row], 0.11)[0].to(BFLOAT))
-    refused(FIA, arguments | {"atten_mask": MASK, "sparse_mode": 3}, "covers 0 without for a query of one step")
+    refused(FIA, arguments | {"atten_mask": MASK, "sparse_mode": 3}, "covers 0 for a query of one step")
     refused(FIA, arguments | {"block_size": 24}, "multiple of 16")
+
+
+def test_one_step_with_a_mask_of_its_own() -> None:
+    """True masks out, over all slots of a request's pages; those past its keys may say anything."""
+    held = [40, 1, 33]
+    cache = Paged(held, 32, 16)
+    query = Draw(BFLOAT, seed=3).normal(3, 1, HEADS, 32)
+    mask = torch.arange(48) < torch.tensor(held)[:, None] - 5
+    mask[:, 40:] = True
+    arguments = cache.arguments(held, query=query, input_layout="BSND", atten_mask=mask[:, None, None])
+    out, _ = call(FIA, arguments)
+    for row in range(3):
+        assert_close(out[row], naive(query[row], cache.k[row], cache.v[row], 0.11, window=5)[0].to(BFLOAT))
+    assert_like(FIA, arguments)
+    refused(FIA, arguments | {"atten_mask": mask[:, None, None, :40].contiguous()}, "with at least 48 keys")
+    refused(FIA, arguments | {"atten_mask": mask[:2, None, None]}, r"\[requests, 1, 1, keys\] of 3 requests")
+
+
+def test_a_band_has_no_effect_on_one_query() -> None:
+    """By the documentation; so a call that counts on it is refused."""
+    arguments, _ = packed([1, 1], [200, 5])
+    refused(FIA, arguments | {"pre_tokens": 2}, "sees 199 keys before its own; pre_tokens is documented to have no eff")
+    call(FIA, arguments | {"pre_tokens": 199})
+
+
+def test_padded_queries_over_a_window() -> None:
+    counts, held = [3, 0, 2], [130, 9, 2]
+    cache = Paged(held)
+    query = Draw(BFLOAT, seed=2).normal(3, 3, HEADS, WIDTH)
+    arguments = cache.arguments(held, query=query, actual_seq_qlen=counts, input_layout="BSND", atten_mask=MASK)
+    out, _ = call(FIA, arguments | {"sparse_mode": 4, "pre_tokens": 6, "next_tokens": 0})
+    for row, count in enumerate(counts):
+        y, _ = naive(query[row, :count], cache.k[row], cache.v[row], 0.11, window=7)
+        assert_close(out[row, :count], y.to(BFLOAT))
 
 
 def test_dense_keys() -> None:
@@ -282,3 +316,150 @@ def test_shapes_seen_on_the_real_meta_kernels(cache: tuple[int, ...]) -> None:
         draw.normal(2, 1, 8, 128), pages, pages, input_layout="BSND", **lists
     )
     assert (out.shape, lse.shape) == ((2, 1, 8, 128), (2, 8, 1, 1))
+
+
+LATENT, ROPE = 512, 64
+
+
+def apart(q: Tensor, q_rope: Tensor, k: Tensor, k_rope: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One request of latent attention: `naive` on heads whose rope channels lie behind the others."""
+    return naive(torch.cat((q, q_rope), -1), torch.cat((k, k_rope), -1), v, scale)
+
+
+def packed_latent(counts: Sequence[int], held: Sequence[int], **more: Any) -> dict[str, Any]:
+    """Heads of 128 with 64 rope channels apart, over packed keys."""
+    draw = Draw(BFLOAT, seed=sum(held))
+    masked = {"atten_mask": MASK, "sparse_mode": 4, "next_tokens": 0}
+    return {
+        "query": draw.normal(sum(counts), HEADS, 128), "query_rope": draw.normal(sum(counts), HEADS, ROPE),
+        "key": draw.normal(sum(held), KV_HEADS, 128), "key_rope": draw.normal(sum(held), KV_HEADS, ROPE),
+        "value": draw.normal(sum(held), KV_HEADS, 128), "actual_seq_qlen": list(accumulate(counts)),
+        "actual_seq_kvlen": list(accumulate(held)), "num_query_heads": HEADS, "num_key_value_heads": KV_HEADS,
+        "softmax_scale": 0.07, "input_layout": "TND", "return_softmax_lse": True, **masked, **more,
+    }  # fmt: skip
+
+
+def test_rope_channels_apart_over_packed_keys() -> None:
+    """As many keys as queries, more, one query, no query; and without a mask, as over a prefix."""
+    counts, held = [4, 2, 1, 0], [4, 9, 30, 5]
+    arguments = packed_latent(counts, held)
+    names = ("query", "query_rope", "key", "key_rope", "value")
+    split = [arguments[name].split(counts if name[0] == "q" else held) for name in names]
+    for given, alone in ((arguments, False), (arguments | {"atten_mask": None, "sparse_mode": 0}, True)):
+        out, lse = call(FIA, given)
+        for row, request in enumerate(zip(*split, strict=True)):
+            q, q_rope, k, k_rope, v = request
+            # Without a mask every query sees all keys, as one query alone does.
+            steps = [(q[i : i + 1], q_rope[i : i + 1]) for i in range(len(q))] if alone else [(q, q_rope)]
+            parts = [apart(*step, k, k_rope, v, 0.07) for step in steps if len(step[0])]
+            for found, each in zip((out, lse[..., 0]), zip(*parts, strict=True), strict=True) if parts else ():
+                expected = torch.cat(each)
+                assert_close(found.split(counts)[row], expected.to(found.dtype), length=held[row])
+        assert_like(FIA, given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"key_rope": None}, "both or neither"),
+        ({"query_rope": torch.zeros(7, HEADS, 32, dtype=BFLOAT)}, "as query, 64 wide"),
+        ({"key_rope": torch.zeros(47, KV_HEADS, ROPE, dtype=BFLOAT)}, "as key, 64 wide"),
+        ({"query_rope": torch.zeros(7, HEADS, ROPE).half()}, "dtypes differ"),
+        ({"query_rope": torch.zeros(7, ROPE, HEADS, dtype=BFLOAT).mT}, "query_rope .* not contiguous"),
+        ({"query": torch.zeros(7, HEADS, 192, dtype=BFLOAT)}, "128 or 512 wide"),
+        ({"value": torch.zeros(48, KV_HEADS, 192, dtype=BFLOAT)}, "layout TND takes"),
+        ({"block_table": torch.zeros(4, 1, dtype=torch.int32)}, "packed keys only"),
+        ({"sparse_mode": 3, "actual_seq_kvlen": [4, 13, 43, 48]}, "fewer queries than keys"),
+        ({name: torch.zeros(0, KV_HEADS, width, dtype=BFLOAT)
+          for name, width in (("key", 128), ("value", 128), ("key_rope", ROPE))} | {"actual_seq_kvlen": [0] * 4},
+         "no empty tensor"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_limits_of_rope_over_packed_keys(changes: dict[str, Any], words: str) -> None:
+    refused(FIA, packed_latent([4, 2, 1, 0], [4, 9, 30, 5]) | changes, words)
+
+
+def test_packed_keys_are_never_empty() -> None:
+    plain = packed_latent([2], [3])
+    plain = {name: x for name, x in plain.items() if "rope" not in name}
+    call(FIA, plain)
+    none = {name: torch.zeros(0, KV_HEADS, 128, dtype=BFLOAT) for name in ("key", "value")}
+    refused(FIA, plain | none | {"actual_seq_kvlen": [0]}, "layout TND takes no empty tensor")
+
+
+def paged_latent(
+    steps: int, held: Sequence[int], heads: int = 4, block: int = 128, *, tiles: bool = False,
+    dtype: torch.dtype = BFLOAT, **more: Any,
+) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:  # fmt: skip
+    """Heads over the one latent of their request's pages, and those latents and rope keys in order."""
+    draw = Draw(dtype, seed=sum(held))
+    own = [(draw.normal(length, LATENT), draw.normal(length, ROPE)) for length in held]
+    most = max(-(-length // block) for length in held)
+    table = draw.distinct(len(held) * most + 2, 1, len(held) * most)[0].int().reshape(len(held), most)
+    pools = [torch.full((len(held) * most + 2, block, width), torch.nan, dtype=dtype) for width in (LATENT, ROPE)]
+    for row, vectors in enumerate(own):
+        for pool, x in zip(pools, vectors, strict=True):
+            for at in range(len(x)):
+                pool[table[row, at // block], at % block] = x[at]
+    if tiles:
+        pools = [pool.unflatten(2, (1, -1, 16)).permute(0, 2, 3, 1, 4).contiguous() for pool in pools]
+    masked = {"atten_mask": MASK, "sparse_mode": 3, "actual_seq_qlen": [steps] * len(held)} if steps > 1 else {}
+    return {
+        "query": draw.normal(len(held), steps, heads, LATENT), "key": pools[0], "value": pools[0],
+        "query_rope": draw.normal(len(held), steps, heads, ROPE), "key_rope": pools[1], "block_table": table,
+        "actual_seq_kvlen": list(held), "block_size": block, "num_query_heads": heads, "num_key_value_heads": 1,
+        "softmax_scale": 0.04, "input_layout": "BSND", **masked, **more,
+    }, own  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["BSND", "TND"])
+@pytest.mark.parametrize("tiles", [False, True], ids=["plain", "tiled"])
+@pytest.mark.parametrize("steps", [1, 3, 16])
+def test_heads_over_a_shared_latent(steps: int, tiles: bool, layout: str) -> None:
+    held = [128, 16, 257]
+    dtype = torch.float16 if steps == 3 else BFLOAT
+    arguments, own = paged_latent(steps, held, tiles=tiles, dtype=dtype)
+    out = call(FIA, arguments)[0]
+    if layout == "TND":
+        flat = {name: arguments[name].flatten(0, 1) for name in ("query", "query_rope")}
+        ends = {"actual_seq_qlen": [steps, 2 * steps, 3 * steps], "input_layout": "TND"}
+        assert torch.equal(call(FIA, arguments | flat | ends)[0], out.flatten(0, 1))
+        return
+    for row, (latent, rope) in enumerate(own):
+        q, q_rope = arguments["query"][row], arguments["query_rope"][row]
+        y, _ = apart(q, q_rope, latent[:, None], rope[:, None], latent[:, None], 0.04)
+        assert_close(out[row], y.to(dtype), length=held[row])
+    assert_like(FIA, arguments)
+
+
+def test_128_heads_share_a_latent() -> None:
+    """The other forms take 64 query heads a key head at most."""
+    arguments, own = paged_latent(1, [3], heads=128)
+    y, _ = apart(
+        arguments["query"][0], arguments["query_rope"][0], *(x[:, None] for x in (*own[0], own[0][0])), scale=0.04
+    )
+    assert_close(call(FIA, arguments)[0][0], y.to(BFLOAT))
+
+
+def test_limits_of_a_shared_latent() -> None:
+    good, _ = paged_latent(2, [130, 7])
+    call(FIA, good)
+    refused(FIA, good | {"return_softmax_lse": True}, "not documented")
+    refused(FIA, good | {"atten_mask": None, "sparse_mode": 0}, "3 with for up to 16")
+    refused(FIA, good | {"sparse_mode": 4}, "3 with for up to 16")
+    one, _ = paged_latent(1, [130, 7])
+    refused(FIA, one | {"atten_mask": MASK, "sparse_mode": 3}, "0 without for one query")
+    refused(FIA, paged_latent(17, [130, 20])[0], "17 queries")
+    refused(FIA, paged_latent(1, [9], heads=3)[0], "one of")
+    refused(FIA, paged_latent(1, [9], block=32)[0], r"block_size is 32; over a shared latent \(16, 128\)")
+    call(FIA, paged_latent(2, [9], block=16)[0])
+    refused(FIA, paged_latent(1, [9], block=16, tiles=True)[0], r"block_size is 16; over a shared latent \(128,\)")
+    refused(FIA, good | {"block_table": None, "actual_seq_kvlen": [90, 7]}, "read from pages only")
+    refused(FIA, good | {"num_key_value_heads": 0}, "a shared latent is one head")
+    refused(FIA, good | {"key_rope": good["key_rope"][..., :32].contiguous()}, "as key, 64 wide")
+    refused(FIA, good | {"value": good["key"][..., :256].contiguous()}, "as key")
+    tiles, _ = paged_latent(2, [130, 7], tiles=True)
+    refused(FIA, tiles | {"key_rope": good["key_rope"]}, "as key in NZ")
+    refused(FIA, tiles | {"key": tiles["key"].transpose(3, 4).contiguous()}, "width / 16, block_size, 16")
+    refused(FIA, good | {"key": good["key"][:, None]}, "4-dimensional")

@@ -247,3 +247,51 @@ def test_shapes_seen_on_the_real_meta_kernels() -> None:
         group_type=0, group_list_type=1,
     )  # fmt: skip
     assert [x.shape for x in y] == [(10, 96)]
+
+
+GROUPED = "npu_moe_gating_top_k"
+
+
+def grouped(dtype: torch.dtype = torch.float32, tokens: int = 9, experts: int = 20, **more: Any) -> dict[str, Any]:
+    """Two of four groups of five experts, three choices; no two logits of a token are equal."""
+    x = (Draw(torch.float32, seed=8).distinct(experts, tokens, experts) / 4).to(dtype)
+    return {"x": x, "k": 3, "k_group": 2, "group_count": 4, "routed_scaling_factor": 2.5, **more}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_best_experts_of_the_best_groups(dtype: torch.dtype) -> None:
+    arguments = grouped(dtype)
+    weights, ids, every = call(GROUPED, arguments | {"out_flag": True})
+    for token, logits in enumerate(arguments["x"].double()):
+        chances = logits.exp() / logits.exp().sum()
+        best = sorted(range(4), key=lambda group: -max(chances[5 * group + i] for i in range(5)))[:2]
+        inside = [5 * group + i for group in best for i in range(5)]
+        chosen = sorted(inside, key=lambda expert: -chances[expert])[:3]
+        assert ids[token].tolist() == chosen
+        assert_close(weights[token], (2.5 * chances[chosen]).to(dtype))
+        assert_close(every[token], chances, dtype=torch.float32)
+    assert weights.dtype == dtype and ids.dtype == torch.int32
+    assert_like(GROUPED, arguments)
+    assert call(GROUPED, arguments)[2].isnan().all()
+
+
+def test_equal_groups_and_experts_go_by_number() -> None:
+    _, ids, _ = call(GROUPED, grouped(x=torch.zeros(1, 20)))
+    assert ids.tolist() == [[0, 1, 2]]
+
+
+def test_limits_of_choosing_by_groups() -> None:
+    good = grouped()
+    refused(GROUPED, good | {"x": good["x"].double()}, "float64")
+    refused(GROUPED, good | {"x": good["x"][0]}, "1-dimensional")
+    refused(GROUPED, good | {"renorm": 1}, "renorm is 1")
+    refused(GROUPED, good | {"norm_type": 1}, "norm_type 0")
+    refused(GROUPED, good | {"group_select_mode": 1}, "group_select_mode 0")
+    refused(GROUPED, good | {"group_count": 3}, "make no 3 groups")
+    refused(GROUPED, good | {"group_count": 10}, "groups have 2 experts")
+    refused(GROUPED, good | {"k_group": 5}, "expected 1 to 4")
+    refused(GROUPED, good | {"k": 11}, "expected 1 to 10")
+    refused(GROUPED, good | {"x": torch.zeros(1, 2049), "group_count": 1, "k_group": 1}, "at most 2048")
+    refused(GROUPED, good | {"x": torch.zeros(1, 2000), "group_count": 100}, "exceed 2048")
+    refused(GROUPED, good | {"x": good["x"][:0]}, "without tokens")
+    refused(GROUPED, good | {"bias": torch.zeros(20)}, "bias")

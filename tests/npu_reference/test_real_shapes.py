@@ -20,16 +20,29 @@ from lowering.dryrun.wheel import fetched
 from tests.npu_reference import real_shapes
 from tests.npu_reference.calls import call
 from tests.npu_reference.real_shapes import Hollow
-from tests.npu_reference.test_attention import FIA, HEADS, MASK, Paged, packed
-from tests.npu_reference.test_cache import SCATTER
+from tests.npu_reference.test_attention import FIA, HEADS, MASK, Paged, packed, packed_latent, paged_latent
+from tests.npu_reference.test_cache import NORM_ROPE, SCATTER, normed
 from tests.npu_reference.test_cache import valid as scatter
 from tests.npu_reference.test_conv import CONV
 from tests.npu_reference.test_conv import valid as conv
 from tests.npu_reference.test_delta import CHUNK, RECURRENT, chunked, recurrent
-from tests.npu_reference.test_moe import GATING, MATMUL, ROUTING, UNPERMUTE, matmul, routing, unpermute
+from tests.npu_reference.test_mla import UPDATE, parts
+from tests.npu_reference.test_moe import (
+    GATING,
+    GROUPED,
+    MATMUL,
+    ROUTING,
+    UNPERMUTE,
+    grouped,
+    matmul,
+    routing,
+    unpermute,
+)
 from tests.npu_reference.test_norms import NORMS
 from tests.npu_reference.test_norms import valid as norm
-from tests.npu_reference.test_rotary import APPLY, MUL, valid_apply, valid_mul
+from tests.npu_reference.test_rotary import APPLY, INTERLEAVE, MUL, valid_apply, valid_interleave, valid_mul
+from tests.npu_reference.test_sparse import INDEXER
+from tests.npu_reference.test_sparse import valid as indexed
 
 
 def padded() -> dict[str, Any]:
@@ -43,21 +56,35 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     *((name, norm(name)) for name in NORMS),
     *((name, norm(name, torch.float32, 2, 7, dim=(4, 16))) for name in NORMS),
     ("npu_swiglu", {"input": torch.zeros(3, 10, 14), "dim": 1}),
+    ("npu_geglu", {"input": torch.zeros(3, 10, 14), "dim": 1, "approximate": 1, "activate_left": True}),
     (MUL, valid_mul()),
     (APPLY, valid_apply()),
     (APPLY, valid_apply(torch.float16, "BSND")),
     (FIA, packed([3, 2], [130, 7])[0]),
     (FIA, packed([3, 2], [130, 7], return_softmax_lse=False)[0]),
     (FIA, padded()),
+    (FIA, packed_latent([4, 2], [4, 9])),
+    (FIA, packed_latent([4, 2], [4, 9], return_softmax_lse=False)),
+    (FIA, paged_latent(3, [128, 9])[0]),
+    (FIA, paged_latent(3, [128, 9], tiles=True)[0]),
+    (UPDATE, parts()),
+    (INTERLEAVE, valid_interleave()),
+    (NORM_ROPE, normed()),
+    (NORM_ROPE, normed("PA_NZ", steps=1)),
     (SCATTER, scatter()),
+    (SCATTER, scatter(nz=True)),
     (RECURRENT, recurrent([3, 2], [2, 2, 2, 0, 0])),
     (CHUNK, chunked([9, 4])),
     (CONV, conv()),
+    (GROUPED, grouped()),
+    (GROUPED, grouped(torch.bfloat16, out_flag=True)),
     (GATING, {"x": torch.randn(5, 7), "k": 3, "renorm": 1}),
     (GATING, {"x": torch.randn(5, 7), "k": 3, "renorm": 0, "output_softmax": True}),
     (ROUTING, routing(active_expert_range=[2, 5])),
     (MATMUL, matmul(turned=True)),
     (UNPERMUTE, unpermute()),
+    (INDEXER, indexed()),
+    (INDEXER, indexed(packed=True)),
 ]
 
 

@@ -147,3 +147,44 @@ def test_shapes_seen_on_the_real_meta_kernels() -> None:
             draw.normal(*lead, 8, 128), draw.normal(*lead, 1, 128), cos, cos, layout=layout
         )
         assert [x.shape for x in y] == [(*lead, 8, 128), (*lead, 1, 128)]
+
+
+INTERLEAVE = "npu_interleave_rope"
+
+
+def valid_interleave(dtype: torch.dtype = torch.bfloat16, steps: int = 3) -> dict[str, Any]:
+    draw = Draw(dtype, seed=6)
+    cos, sin = angles(draw, 5, 1, steps, 64)
+    return {"x": draw.normal(5, 4, 3, 64), "cos": cos, "sin": sin}
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("steps", [3, 1])
+def test_interleave_rope(steps: int, dtype: torch.dtype) -> None:
+    """Channel 2i + j of pair i comes out at 32 * j + i; a cosine may serve all steps of its row."""
+    arguments = valid_interleave(dtype, steps)
+    y = call(INTERLEAVE, arguments)
+    # Side by side as the operator wants them; `turned` takes each pair's two next to each other.
+    cos, sin = (arguments[name][..., :32].repeat_interleave(2, -1) for name in ("cos", "sin"))
+    pairs = turned(arguments["x"], cos, sin, "interleave")
+    expected = torch.empty_like(pairs)
+    for channel in range(64):
+        expected[..., 32 * (channel % 2) + channel // 2] = pairs[..., channel]
+    assert_rounded_once(y, expected)
+    assert_like(INTERLEAVE, arguments)
+
+
+def test_limits_of_interleave_rope() -> None:
+    good = valid_interleave()
+    refused(INTERLEAVE, good | {"x": good["x"].float()}, "x is torch.float32")
+    refused(INTERLEAVE, good | {"cos": good["cos"].float()}, "dtypes differ")
+    refused(INTERLEAVE, good | {"x": good["x"][0]}, "3-dimensional")
+    refused(INTERLEAVE, good | {"x": good["x"].transpose(1, 2)}, "not contiguous")
+    refused(INTERLEAVE, good | {"x": good["x"][..., :32].contiguous()}, "the last axis of x is 32")
+    refused(INTERLEAVE, good | {"sin": good["sin"][:, :, :1].contiguous()}, "equal shapes")
+    half = {name: good[name][..., :32].contiguous() for name in ("cos", "sin")}
+    refused(INTERLEAVE, good | half, "each one twice, side by side")
+    by_head = {name: good[name].expand(5, 4, 3, 64).contiguous() for name in ("cos", "sin")}
+    refused(INTERLEAVE, good | by_head, r"expected \[5, 1, 3 or 1, 64\]")
+    with lowering.use(target="ascend950"):
+        refused(INTERLEAVE, good, "lowered to ascend950")

@@ -124,7 +124,7 @@ def run(pair: Pair, ids: Sequence[int], positions: Tensor | None = None, cache: 
     config = pair.theirs.config
     cache = DynamicCache(config=config) if cache is None else cache
     extra = {} if positions is None else {"position_ids": positions[:, None]}
-    with _watched(pair.theirs) as (layers, routers):
+    with watched(pair.theirs) as (layers, routers):
         out = pair.theirs.model(input_ids=torch.tensor([list(ids)]), cache=cache, use_cache=True, **extra)
     hidden = out.last_hidden_state[0]
     found = [layers[index][0] for index in sorted(layers)]
@@ -134,7 +134,7 @@ def run(pair: Pair, ids: Sequence[int], positions: Tensor | None = None, cache: 
 
 
 @contextmanager
-def _watched(theirs: Any) -> Iterator[tuple[dict[int, Tensor], dict[int, Tensor]]]:
+def watched(theirs: Any) -> Iterator[tuple[dict[int, Tensor], dict[int, Tensor]]]:
     """The output of every decoder layer, and the expert ids its router chose."""
     layers: dict[int, Tensor] = {}
     routers: dict[int, Tensor] = {}

@@ -14,6 +14,7 @@ from torch import Tensor
 import funcmodels as fm
 import params
 from funcmodels.state import Appended, State
+from lowering.layouts import NzPages
 from tests.tolerances import assert_close
 
 Ids = Sequence[Sequence[int]]
@@ -69,9 +70,20 @@ def poison(state: State) -> State:
         at = torch.arange(int(state.lengths[row]))
         held[state.page_table[row].long()[at // state.page_size], at % state.page_size] = True
 
+    def unread_pages(pages: Any) -> Any:
+        if isinstance(pages, NzPages):
+            return NzPages(pages.values.masked_fill(~held[:, None, :, None], torch.nan))
+        # An entry of several tokens is read once all of them are there.
+        whole = held.unflatten(1, (pages.shape[1], -1)).all(-1)
+        return pages.masked_fill(~whole.reshape(*whole.shape, *(1,) * (pages.ndim - 2)), torch.nan)
+
+    def unread_slot(slots: Tensor) -> Tensor:
+        fill = torch.nan if slots.is_floating_point() else -1
+        return torch.cat((slots[:-1], torch.full_like(slots[-1:], fill)))
+
     def unread(entry: Any) -> Any:
         if isinstance(entry, Appended):
-            return params.map(lambda pages: pages.masked_fill(~held[..., None, None], torch.nan), entry)
-        return params.map(lambda slots: torch.cat((slots[:-1], torch.full_like(slots[-1:], torch.nan))), entry)
+            return params.map(unread_pages, entry, is_leaf=lambda part: isinstance(part, NzPages))
+        return params.map(unread_slot, entry)
 
     return params.put(state, "layers", tuple(unread(entry) for entry in state.layers))

@@ -309,7 +309,7 @@ def test_the_heads_drafts_are_drawn_from_its_own_law_and_verified_by_it() -> Non
     assert proposal.logits is not None
     likely, _ = head.propose(one.params, dstate, carry, 1)
     assert likely.logits is None
-    right = expected_law(head.head.logits(one.params, carry.hidden)[0].detach().numpy(), given)
+    right = expected_law(head.head.logits(one.config, one.params, carry.hidden)[0].detach().numpy(), given)
     np.testing.assert_allclose(proposal.logits[0, 0].softmax(-1).detach().numpy(), right, atol=1e-5)
     assert int(likely.tokens[0, 0]) == right.argmax()
     seen = torch.bincount(proposal.tokens[:, 0], minlength=VOCAB)

@@ -1,0 +1,223 @@
+"""Gated attention over the blocks of tokens that an index selects for each query (Qwen3.8-Flash-Next).
+
+Every query head attends to the same tokens: those of the best blocks within a budget, and the unfinished block. While a
+row holds no more than that, attention is dense.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lowering import ops
+from lowering.ops.sparse import as_pages, selects_all
+from params.tree import map, tree, unchecked
+
+from ..blocks.linear import Linear, Norm, linear_spec, norm_spec
+from ..errors import StateError
+from ..state import Appended
+from ..step import Step
+from .gqa import KeyValuePages, attend
+
+
+@dataclass(frozen=True)
+class IndexSizes:
+    """Sizes of the index: `budget` tokens of selected blocks a query, `ratio` tokens a block."""
+
+    heads: int
+    dim: int
+    budget: int
+    ratio: int
+
+    @property
+    def top_k(self) -> int:
+        """Blocks a query selects."""
+        return self.budget // self.ratio
+
+
+@tree
+class IndexedAttention:
+    """`qkv` rows: per query head query then gate, then keys, values, index queries, and the index key."""
+
+    qkv: Linear
+    out: Linear
+    q_norm: Norm
+    k_norm: Norm
+    index_q_norm: Norm
+    index_k_norm: Norm
+
+
+@tree
+class IndexedPages(Appended):
+    """Keys and values of every token, its raw index key, and one pooled key for every block of tokens.
+
+    A block lies in the page of its tokens. Its key is pooled from the raw ones by whichever forward completes it, so
+    that dropping tokens needs no more than a shorter length.
+    """
+
+    k: Float[Tensor, "pages page_size kv_heads head_dim"]
+    v: Float[Tensor, "pages page_size kv_heads head_dim"]
+    raw: Float[Tensor, "pages page_size index_dim"]
+    index: Float[Tensor, "pages page_blocks index_dim"]
+
+
+@tree
+class Selection:
+    """What a layer chose: blocks of each token (-1 for none; None unless asked for) and the output gate."""
+
+    blocks: Int[Tensor, "tokens top_k"] | None
+    gate: Float[Tensor, "tokens heads head_dim"]
+
+
+def indexed_attention_spec(
+    hidden: int, heads: int, kv_heads: int, head_dim: int, index: IndexSizes
+) -> IndexedAttention:
+    """Spec of the parameters."""
+    keys = kv_heads * head_dim
+    norms = {name: norm_spec(head_dim, "zeros") for name in ("q_norm", "k_norm")}
+    norms |= {name: norm_spec(index.dim, "zeros") for name in ("index_q_norm", "index_k_norm")}
+    return unchecked(
+        IndexedAttention,
+        qkv=linear_spec(hidden, 2 * heads * head_dim, keys, keys, (index.heads + 1) * index.dim),
+        out=linear_spec(heads * head_dim, hidden),
+        **norms,
+    )
+
+
+def indexed_pages(
+    pages: int, page_size: int, kv_heads: int, head_dim: int, index: IndexSizes,
+    dtype: torch.dtype, device: torch.device,
+) -> IndexedPages:  # fmt: skip
+    """Empty pages 0..`pages`, page 0 being scratch. `ValueError` unless a page holds whole blocks."""
+    if page_size % index.ratio:
+        raise ValueError(
+            f"init_state: page_size {page_size} is not a multiple of {index.ratio}, the tokens of an index block; "
+            f"give a page_size of whole blocks, as {-(-page_size // index.ratio) * index.ratio}"
+        )
+    kv, raw = (page_size, kv_heads, head_dim), (page_size, index.dim)
+    shapes = (kv, kv, raw, (page_size // index.ratio, index.dim))
+    return IndexedPages(*(torch.zeros(pages + 1, *shape, dtype=dtype, device=device) for shape in shapes))
+
+
+def indexed_attention(
+    params: IndexedAttention,
+    x: Float[Tensor, "tokens hidden"],
+    past: IndexedPages | None,
+    step: Step,
+    rotary: tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]],
+    *,
+    heads: int,
+    kv_heads: int,
+    index: IndexSizes,
+    theta: float,
+    eps: float,
+    show_blocks: bool = False,
+) -> tuple[Float[Tensor, "tokens hidden"], IndexedPages | None, Selection]:
+    """out(attention over the selected tokens * sigmoid(gate)), the pages with the new tokens, and what was chosen.
+
+    `rotary` are the angles of the places, whose base is `theta`; index heads turn by the same ones. With `show_blocks`
+    the selection says which blocks, also where attention is dense.
+    """
+    head_dim = params.q_norm.weight.shape[0]
+    parts = (2 * heads * head_dim, kv_heads * head_dim, kv_heads * head_dim, index.heads * index.dim, index.dim)
+    qkv = ops.linear(x, params.qkv.weight).split(parts, -1)
+    query_gate, k, v = (rearrange(part, "tokens (heads dim) -> tokens heads dim", dim=head_dim) for part in qkv[:3])
+    q, gate = rearrange(query_gate, "tokens (heads two) dim -> two tokens heads dim", two=2)
+    q = ops.gemma_rms_norm(q, params.q_norm.weight, eps=eps)
+    k = ops.gemma_rms_norm(k, params.k_norm.weight, eps=eps)
+    q, k = ops.rotary(q, k, *rotary)
+    index_q = ops.gemma_rms_norm(qkv[3].unflatten(-1, (index.heads, index.dim)), params.index_q_norm.weight, eps=eps)
+    index_q, _ = ops.rotary(index_q, index_q[:, :1], *rotary)
+    pooling = {"eps": eps, "rotary_dim": 2 * rotary[0].shape[1], "theta": theta}
+    new = _NewTokens(q, k, v, index_q, qkv[4], params.index_k_norm.weight, pooling)
+    if past is None:
+        y, blocks = _alone(new, step, index, show_blocks)
+    else:
+        y, past, blocks = _paged(new, past, step, index, show_blocks)
+    gate = torch.sigmoid(gate)
+    y = ops.linear((y * gate).flatten(1), params.out.weight)
+    return y, past, Selection(blocks, gate)
+
+
+@dataclass(frozen=True)
+class _NewTokens:
+    """What the new tokens bring: heads after norm and rotary, raw index keys, and how those are pooled."""
+
+    q: Float[Tensor, "tokens heads head_dim"]
+    k: Float[Tensor, "tokens kv_heads head_dim"]
+    v: Float[Tensor, "tokens kv_heads head_dim"]
+    index_q: Float[Tensor, "tokens index_heads index_dim"]
+    raw: Float[Tensor, "tokens index_dim"]
+    pool_norm: Any
+    pooling: dict[str, Any]
+
+    @property
+    def scale(self) -> float:
+        return self.q.shape[2] ** -0.5
+
+
+def _paged(
+    new: _NewTokens, past: IndexedPages, step: Step, index: IndexSizes, show_blocks: bool
+) -> tuple[Tensor, IndexedPages, Tensor | None]:
+    """Over the pages of past and new tokens."""
+    assert step.page_table is not None
+    page_size = past.k.shape[1]
+    if past.index.shape[1] * index.ratio != page_size:
+        raise StateError(
+            f"the state's index has a key for every {page_size // past.index.shape[1]} tokens, the config says "
+            f"{index.ratio}; make the state with the init_state of a model with this indexer_compress_ratio"
+        )
+    if new.k.requires_grad:
+        # Under autograd nothing is written in place: a backward reads the pages as they were.
+        past = map(torch.clone, past)
+    rows = (step.page_table, step.lengths, step.query_start)
+    raw, keys = ops.index_keys(past.raw, past.index, new.raw, new.pool_norm, step.slots, *rows, **new.pooling)
+    dense = selects_all(step.page_table, page_size, step.host, index.budget + index.ratio - 1)
+    blocks = _best(new, keys, rows, step, index) if show_blocks or not dense else None
+    if dense:
+        y, kv = attend(new.q, new.k, new.v, KeyValuePages(past.k, past.v), step, scale=new.scale)
+        assert kv is not None
+        return y, IndexedPages(kv.k, kv.v, raw, keys), blocks
+    k, v = ops.write_pages(past.k, past.v, new.k, new.v, step.slots)
+    return _sparse(new, k, v, blocks, rows, index), IndexedPages(k, v, raw, keys), blocks
+
+
+def _alone(new: _NewTokens, step: Step, index: IndexSizes, show_blocks: bool) -> tuple[Tensor, Tensor | None]:
+    """Over the new tokens alone: each row is one page."""
+    dense = step.max_query <= index.budget + index.ratio - 1
+    y, blocks = None, None
+    if dense:
+        y, _ = attend(new.q, new.k, new.v, None, step, scale=new.scale)
+    if show_blocks or not dense:
+        hints = (step.query_start, step.max_query, step.uniform, index.ratio)
+        k, v, raw = (as_pages(x, *hints) for x in (new.k, new.v, new.raw))
+        count, each = raw.shape[0], raw.shape[1] // index.ratio
+        table = torch.arange(count, device=raw.device)[:, None]
+        rows = (table, step.query_start.diff(), step.query_start)
+        first = (torch.arange(each, device=raw.device) * index.ratio).expand(count, -1)
+        keys = ops.pool_keys(raw.unflatten(1, (each, index.ratio)), first, new.pool_norm, **new.pooling)
+        blocks = _best(new, keys, rows, step, index)
+        y = _sparse(new, k, v, blocks, rows, index) if y is None else y
+    assert y is not None
+    return y, blocks
+
+
+def _best(new: _NewTokens, keys: Tensor, rows: tuple[Any, ...], step: Step, index: IndexSizes) -> Tensor:
+    """The blocks that each token selects. Nothing learns through a choice."""
+    hints: dict[str, Any] = {"max_query": step.max_query, "uniform": step.uniform}
+    q, keys = new.index_q.detach(), keys.detach()
+    return ops.index_scores_topk(q, keys, *rows, **hints, ratio=index.ratio, top_k=index.top_k)
+
+
+def _sparse(
+    new: _NewTokens, k: Tensor, v: Tensor, blocks: Tensor | None, rows: tuple[Any, ...], index: IndexSizes
+) -> Tensor:
+    """Attention over pages of keys and values to the tokens of `blocks`."""
+    assert blocks is not None
+    selected = ops.expand_blocks(blocks, *rows[1:], ratio=index.ratio)
+    return ops.sparse_attention(new.q, k, v, selected, *rows, scale=new.scale)

@@ -1,0 +1,75 @@
+"""The draft head of Qwen3.8-Flash-Next: one more layer over the streams, with the next token added to each of them.
+
+Its parameters are `FlashNextParams.mtp`; embedding and output projection are the model's. What it takes and what it
+hands on from step to step are streams laid end to end, as in `Output.hidden`. `MtpDraft` drafts with it.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lowering import ops
+
+from ..batch import Batch
+from ..blocks.hyper_connection import read_streams
+from ..output import LogitsOf, Output, Taps, head_logits
+from ..state import Entry, State
+from ..step import begin, finish
+from .qwen3_8_flash_next import FlashNextParams, Mtp, decoder_layer, head_weight, index_entry, place_angles
+from .qwen3_8_flash_next_config import FlashNextConfig
+
+
+def mtp_entries(
+    config: FlashNextConfig, rows: int, pages: int, page_size: int,
+    dtype: torch.dtype, recurrent_dtype: torch.dtype, device: torch.device,
+) -> tuple[Entry, ...]:  # fmt: skip
+    """One empty entry a layer of the draft head, all of them attention."""
+    return tuple(index_entry(config, pages, page_size, dtype, device) for _ in range(config.mtp_num_hidden_layers))
+
+
+def mtp_forward(
+    config: FlashNextConfig,
+    params: FlashNextParams,
+    state: State | None,
+    batch: Batch,
+    hidden: Float[Tensor, "tokens joined"],
+    *,
+    logits: LogitsOf = "all",
+    keep_steps: bool = False,
+) -> tuple[Output, State | None]:
+    """The multi-token prediction head: from the streams after a token and the next token, the one after that.
+
+    `batch` holds the next tokens; `hidden` are the model's streams before its last connection, or the head's own at the
+    place before. `state` has the head's pages. Source: the head as serving engines run it; transformers has none.
+    """
+    mtp, eps = _head(params), config.rms_norm_eps
+    step = begin(state, batch, keep_steps)
+    rotary = place_angles(config, batch, step)
+    embedded = ops.gemma_rms_norm(ops.embedding(batch.tokens, params.embed.weight), mtp.embed_norm.weight, eps=eps)
+    # One mean of squares over all streams, unlike the norms of the connections.
+    normed = ops.gemma_rms_norm(hidden, mtp.hidden_norm.weight, eps=eps).unflatten(-1, (config.hc_count, -1))
+    x = ops.linear(embedded, mtp.embed_proj.weight)[:, None] + ops.linear(normed, mtp.hidden_proj.weight)
+    entries: list[Entry | None] = []
+    for index, layer in enumerate(mtp.layers):
+        x, entry = decoder_layer(config, layer, x, batch, index, step, rotary, Taps((), ()))
+        entries.append(entry)
+    mixed, _ = read_streams(mtp.mixer, x, eps=eps)
+    found = head_logits(mixed, head_weight(params), step, logits)
+    return Output(found, x.flatten(1), {}), finish(step, entries)
+
+
+def mtp_logits(
+    config: FlashNextConfig, params: FlashNextParams, hidden: Float[Tensor, "rows joined"]
+) -> Float[Tensor, "rows vocab"]:
+    """Logits of the streams that `mtp_forward` returned."""
+    streams = hidden.unflatten(-1, (config.hc_count, -1))
+    mixed, _ = read_streams(_head(params).mixer, streams, eps=config.rms_norm_eps)
+    return ops.linear(mixed, head_weight(params))
+
+
+def _head(params: FlashNextParams) -> Mtp:
+    if params.mtp is None:
+        raise ValueError("mtp_forward: these parameters have no mtp head; load a checkpoint whose config has one")
+    return params.mtp
