@@ -2,7 +2,8 @@
 
     python docs/record_npu_schemas.py DUMP.json
 
-The dump holds `{"torch_npu": {version: {operator: schema}}}`; `lowering/npu/schemas.json` keeps the operators named in
+The dump holds `{"torch_npu": {version: {operator: schema}}}`, and under `"atb"` the same for the ATB library, whose
+operators are named with `atb.` before them here; `lowering/npu/schemas.json` keeps the operators named in
 `lowering/npu/features.py`, oldest version first. Every schema kept is parsed, so a damaged dump fails.
 """
 
@@ -32,8 +33,12 @@ def kept(dump: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
 
 def main(path: str) -> None:
     """Write the file anew."""
-    dump = json.loads(Path(path).read_text(encoding="utf-8"))["torch_npu"]
-    RECORDED.write_text(json.dumps(kept(dump), indent=1) + "\n", encoding="utf-8")
+    dump = json.loads(Path(path).read_text(encoding="utf-8"))
+    both = {
+        version: schemas | {f"atb.{name}": schema for name, schema in dump["atb"].get(version, {}).items()}
+        for version, schemas in dump["torch_npu"].items()
+    }
+    RECORDED.write_text(json.dumps(kept(both), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

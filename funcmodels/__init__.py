@@ -10,20 +10,20 @@ from .loading import load
 from .model import Model, build
 from .output import Output
 from .penalties import TokenCounts
+from .requests import Event, Request, Result
 from .round import Round
-from .rows import fork, release, select
+from .rows import fork, fork_into, release, select
 from .sampling import DraftNoise, RowSampling, Sampling, sample
-from .serving import Event, Request, Result
 from .shape_checks import disable_shape_checks, enable_shape_checks, shape_checked, wanted
 from .speculative import Carry, Draft, Proposal, Verdict, next_tokens, verify
-from .state import State, commit, logical
+from .state import State, commit, logical, read_lengths
 
 __all__ = [
     "Batch", "Carry", "CheckpointError", "ConfigError", "Draft", "DraftNoise", "Event", "Model", "OutOfPages",
     "Output", "Proposal", "Request", "Result", "Round", "RowSampling", "Sampling", "StaleStateError", "State",
-    "StateError", "TokenCounts", "Verdict", "build", "commit", "disable_shape_checks", "draft", "enable_shape_checks",
-    "fork", "generate", "load", "logical", "next_tokens", "release", "requests_of", "sample", "select", "serve",
-    "shape_checked", "verify",
+    "StateError", "TokenCounts", "Verdict", "build", "commit", "disable_shape_checks", "draft",
+    "enable_shape_checks", "fork", "fork_into", "generate", "load", "logical", "next_tokens", "read_lengths",
+    "release", "requests_of", "sample", "select", "serve", "shape_checked", "verify",
 ]  # fmt: skip
 
 if wanted():

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 import params as checkpoints
+from params.checkpoint import Tables
 from params.errors import CheckpointError
 
 from .model import Model, build
@@ -32,17 +33,20 @@ def load(
     dtype: torch.dtype | None = torch.bfloat16,
     device: torch.device | str = "cpu",
     mesh: Any = None,
+    tables: Tables = "device",
 ) -> tuple[Model, Any]:
     """The model and the parameters of a checkpoint: a directory, a hub id (`owner/name`), or `"bundled"`.
 
     `dtype` is that of the parameters, except for those a family pins; `None` keeps the stored ones. A draft head is
-    loaded where the checkpoint has one. Raises `CheckpointError` or `ConfigError`; nothing is loaded in part.
+    loaded where the checkpoint has one. `tables` says where a large table that is read by rows goes: beside the other
+    parameters, on the "host", or with "file" nowhere, so that rows are read from the checkpoint's files. Raises
+    `CheckpointError` or `ConfigError`; nothing is loaded in part.
     """
     if mesh is not None:
         raise ValueError(f"load: parameters cannot be sharded yet, found mesh={mesh!r}; leave mesh out")
     directory, tensors, model = open_checkpoint(path_or_hub_id)
     spec, names = model.param_spec(), model.family.names
-    return model, checkpoints.load(directory, spec, names, dtype=dtype, device=device, tensors=tensors)
+    return model, checkpoints.load(directory, spec, names, dtype=dtype, device=device, tensors=tensors, tables=tables)
 
 
 def open_checkpoint(path_or_hub_id: str | Path) -> Checkpoint:

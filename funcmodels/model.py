@@ -12,13 +12,17 @@ import torch
 
 import params as checkpoints
 from lowering import host_side
+from lowering.layouts import LAYOUTS
 from params.errors import ConfigError
+from params.names import deepseek_v2 as deepseek_v2_names
+from params.names import gemma3 as gemma3_names
 from params.names import qwen3_5 as names
+from params.names import qwen3_8_flash_next as flash_next_names
 
 from . import state as states
 from .batch import Batch
 from .host_sides import forward_on_host
-from .models import qwen3_5, qwen3_5_mtp
+from .models import deepseek_v2, gemma3, qwen3_5, qwen3_5_mtp, qwen3_8_flash_next, qwen3_8_flash_next_mtp
 from .output import LogitsOf, Output
 from .pages import PagePool
 from .state import State
@@ -34,14 +38,15 @@ class MtpHead:
 
     init_entries: Callable[..., tuple[states.Entry, ...]]
     forward: Callable[..., tuple[Output, Any]]
-    logits: Callable[[Any, Any], Any]
+    logits: Callable[[Any, Any, Any], Any]
 
 
 @dataclass(frozen=True)
 class Family:
     """What a model file provides. `names` is the table of its checkpoint names in `params.names`.
 
-    `mtp` is None where the architecture has no multi-token prediction head.
+    `mtp` is None where the architecture has no multi-token prediction head. `layouts` are those of pages that
+    `init_entries` can be asked for.
     """
 
     read_config: Callable[[Mapping[str, Any]], Any]
@@ -50,6 +55,7 @@ class Family:
     forward: Callable[..., tuple[Output, Any]]
     names: Any
     mtp: MtpHead | None = None
+    layouts: tuple[str, ...] = ()
 
 
 _QWEN3_5 = Family(
@@ -57,7 +63,27 @@ _QWEN3_5 = Family(
     mtp=MtpHead(qwen3_5_mtp.mtp_entries, qwen3_5_mtp.mtp_forward, qwen3_5_mtp.mtp_logits),
 )  # fmt: skip
 
-FAMILIES: dict[str, Family] = dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN3_5)
+_GEMMA3 = Family(gemma3.read_config, gemma3.param_spec, gemma3.init_entries, gemma3.forward, gemma3_names.NAMES)
+
+_DEEPSEEK_V2 = Family(
+    deepseek_v2.read_config, deepseek_v2.param_spec, deepseek_v2.init_entries, deepseek_v2.forward,
+    deepseek_v2_names.NAMES, layouts=tuple(LAYOUTS),
+)  # fmt: skip
+
+_FLASH_NEXT = Family(
+    qwen3_8_flash_next.read_config, qwen3_8_flash_next.param_spec, qwen3_8_flash_next.init_entries,
+    qwen3_8_flash_next.forward, flash_next_names.NAMES,
+    mtp=MtpHead(
+        qwen3_8_flash_next_mtp.mtp_entries, qwen3_8_flash_next_mtp.mtp_forward, qwen3_8_flash_next_mtp.mtp_logits
+    ),
+)  # fmt: skip
+
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN3_5),
+    **dict.fromkeys(("gemma3", "gemma3_text"), _GEMMA3),
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text", "qwen3_8_flash_next", "qwen3_8_flash_next_text"), _FLASH_NEXT),
+    "deepseek_v2": _DEEPSEEK_V2,
+}
 """Family by `model_type` of the config."""
 
 
@@ -98,13 +124,15 @@ class Model:
         page_size: int = 128,
         pages: int | None = None,
         checked: bool = False,
+        layout: str | None = None,
     ) -> State:
         """A state of `rows` empty rows, each of at most `max_len` tokens.
 
         `dtype` is that of pages and convolution windows (the default dtype if None), `recurrent_dtype` that of
         delta-rule matrices (float32 if None). `pages` makes a shared pool of that many pages of `page_size` tokens;
         by default every row owns enough for `max_len`. A `checked` state finds out when it has become stale, at the
-        price of a host read a forward.
+        price of a host read a forward. `layout` is that of pages of latents, "nd" for plain and "nz" for Ascend's tiled
+        ones; by default it follows the target in force.
         """
         for name, value in (("rows", rows), ("max_len", max_len), ("page_size", page_size), ("pages", pages)):
             if value is not None or name != "pages":
@@ -118,11 +146,18 @@ class Model:
                 raise TypeError(f"init_state: dtype and recurrent_dtype must be a torch.dtype, found {kind!r}")
             if not kind.is_floating_point:
                 raise ValueError(f"init_state: a state holds floating-point values, found dtype {kind}")
-        layers = self.family.init_entries(self.config, rows, pool.pages, page_size, *kinds, device)
+        chosen = {} if layout is None else {"layout": self._known_layout(layout)}
+        layers = self.family.init_entries(self.config, rows, pool.pages, page_size, *kinds, device, **chosen)
         return states.empty(
             layers, rows=rows, max_len=max_len, page_size=page_size, pool=pool, vocab=self.config.vocab_size,
             device=device, checked=checked,
         )  # fmt: skip
+
+    def _known_layout(self, layout: str) -> str:
+        if layout not in self.family.layouts:
+            known = ", ".join(self.family.layouts) or "none, since this model keeps no latents"
+            raise ValueError(f"init_state: layout={layout!r}; layouts of this model's pages: {known}")
+        return layout
 
     @host_side(forward_on_host)
     def forward(

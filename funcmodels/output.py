@@ -21,7 +21,11 @@ LogitsOf = Literal["all", "last"] | None
 
 @tree
 class Output:
-    """`hidden` is taken after the final norm. `logits` are those of all tokens, of each row's last, or none at all."""
+    """What a forward gives. `logits` are those of all tokens, of each row's last, or none at all.
+
+    `hidden` is what the family's draft head takes: values after the final norm, or, where there are several residual
+    streams, all of them laid end to end.
+    """
 
     logits: Float[Tensor, "positions vocab"]
     hidden: Float[Tensor, "tokens hidden"]
@@ -58,6 +62,10 @@ class Taps:
                 near = ", ".join(difflib.get_close_matches(name, sorted(known), n=3)) or "none"
                 raise ValueError(f"outputs={name!r}: this model offers no such value; nearest: {near}")
         self._taken: dict[str, list[Any]] = {name: [] for name in wanted}
+
+    def asks(self, name: str) -> bool:
+        """Whether a value of this name was asked for: to make one that costs something only then."""
+        return name in self._taken or _last(name) in self._taken
 
     def offer(self, name: str, value: Any) -> None:
         """Keep `value` if its name, or the last word of it, was asked for."""

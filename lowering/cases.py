@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .host import HostLengths
+from .layouts import LAYOUTS
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -99,6 +100,8 @@ VERIFY = Rows("verify", (4, 4, 4), (5, 2, 0))
 PROMPT = Rows("prompt_512", (512,), (0,))
 DECODE_8 = Rows("decode_8", (1,) * 8, (400,) * 8)
 DECODE_1 = Rows("decode_1", (1,), (400,))
+DECODE_4K = Rows("decode_4k", (1,), (4096,))
+LONG = Rows("long_decode", (1, 1, 1), (300, 17, 129))
 
 
 def _norm(*shape: int, **kwargs: Any) -> Callable[[Draw], Arguments]:
@@ -156,7 +159,8 @@ def _projections() -> list[Case]:
         ("lead", (2, 3, 14), False),
         ("prompt_512", (512, 7168), True),
     ):
-        made.append(Case("swiglu", name, lambda draw, shape=shape: ((draw.normal(*shape),), {}), bench=bench))
+        for op in ("swiglu", "geglu"):
+            made.append(Case(op, name, lambda draw, shape=shape: ((draw.normal(*shape),), {}), bench=bench))
     return made
 
 
@@ -171,17 +175,23 @@ def _experts(tokens: int, hidden: int, experts: int, inner: int, choices: int) -
 
 
 def _mixtures() -> list[Case]:
-    def route(tokens: int, experts: int, top_k: int) -> Callable[[Draw], Arguments]:
+    def route(tokens: int, experts: int, top_k: int, **groups: Any) -> Callable[[Draw], Arguments]:
         # Distinct logits, so that a choice has one right answer in any dtype.
         def make(draw: Draw) -> Arguments:
-            return ((draw.distinct(experts, tokens, experts) / 16).to(draw.dtype),), {"top_k": top_k}
+            return ((draw.distinct(experts, tokens, experts) / 16).to(draw.dtype),), {"top_k": top_k, **groups}
 
         return make
+
+    def grouped(*sizes: int, groups: int = 1, kept: int = 1, scale: float = 1.0) -> Callable[[Draw], Arguments]:
+        return route(*sizes, groups=groups, kept_groups=kept, scale=scale)
 
     return [
         Case("route_softmax", "tiny", route(6, 8, 2), 8),
         Case("route_softmax", "wide", route(5, 128, 8), 128),
         Case("route_softmax", "all", route(3, 4, 4), 4),
+        Case("route_grouped", "lite", grouped(5, 64, 6), 64),
+        Case("route_grouped", "v2", grouped(7, 160, 6, groups=8, kept=3, scale=16.0), 160),
+        Case("route_grouped", "narrow", grouped(3, 6, 2, groups=3, kept=1, scale=0.5), 6),
         Case("experts", "tiny", _experts(6, 32, 8, 16, 2), 32),
         Case("experts", "one_token", _experts(1, 24, 5, 7, 1), 24),
         Case("experts", "empty", _experts(0, 24, 5, 7, 2), 24),
@@ -239,29 +249,48 @@ def _rotaries() -> list[Case]:
 
     text: dict[str, Any] = {"rotary_dim": 64, "theta": 1e7}
     shapes = {"partial": (5, 8, 2, 256, 32), "full": (3, 4, 4, 16, 8), "awkward": (7, 3, 1, 13, 3)}
-    made = [Case(op, name, turn(*shape)) for op in ("rotary", "rotary_interleaved") for name, shape in shapes.items()]
+    made = [Case("rotary", name, turn(*shape)) for name, shape in shapes.items()]
+    for name, shape in (shapes | {"latent": (5, 16, 1, 64, 32)}).items():
+        made.append(Case("rotary_interleaved", name, _without_keys(turn(*shape))))
     made.append(Case("rotary", "prompt_512", turn(512, 8, 2, 256, 32), bench=True))
     made.append(Case("rotary_angles", "text", lambda draw: ((draw.ids(3000, 9).int(),), text)))
+    made.append(Case("rotary_angles", "scaled", lambda draw: ((draw.ids(3000, 9).int(),), text | {"factor": 8.0})))
+    stretch: dict[str, Any] = {"theta": 1e4, "factor": 40.0, "ramp": (10.0, 23.0), "multiplier": 1.26}
+    made.append(Case("yarn_angles", "lite", lambda draw: ((draw.ids(3000, 9).int(),), stretch | {"rotary_dim": 64})))
+    narrow = stretch | {"rotary_dim": 6, "ramp": (0.5, 0.501), "multiplier": 1.0}
+    made.append(Case("yarn_angles", "narrow", lambda draw: ((draw.ids(300, 5).int(),), narrow)))
     sections = {"sections": (11, 11, 10)}
     made.append(Case("mrope_angles", "image", lambda draw: ((draw.ids(3000, 3, 9).int(),), text | sections)))
     return made
 
 
-def _attention(rows: Rows, heads: int, kv_heads: int, head_dim: int, v_dim: int) -> Callable[[Draw], Arguments]:
+def _without_keys(make: Callable[[Draw], Arguments]) -> Callable[[Draw], Arguments]:
+    """The arguments without the second."""
+
+    def fewer(draw: Draw) -> Arguments:
+        args, kwargs = make(draw)
+        return (args[0], *args[2:]), kwargs
+
+    return fewer
+
+
+def _attention(
+    rows: Rows, heads: int, kv_heads: int, head_dim: int, v_dim: int, **window: int
+) -> Callable[[Draw], Arguments]:
     def make(draw: Draw) -> Arguments:
         q, k, v = (
             draw.normal(rows.tokens, number, dim)
             for number, dim in ((heads, head_dim), (kv_heads, head_dim), (kv_heads, v_dim))
         )
-        return (q, k, v, rows.query_start()), {**rows.hints(), "scale": head_dim**-0.5}
+        return (q, k, v, rows.query_start()), {**rows.hints(), "scale": head_dim**-0.5, **window}
 
     return make
 
 
 def paged(
-    rows: Rows, heads: int, kv_heads: int, head_dim: int, v_dim: int, page_size: int, *, shuffled: bool
+    rows: Rows, heads: int, kv_heads: int, head_dim: int, v_dim: int, page_size: int, *, shuffled: bool, **window: int
 ) -> Callable[[Draw], Arguments]:
-    """Arguments of `paged_attention` with NaN in every page and slot that no row holds."""
+    """Arguments of `paged_attention` with NaN in every page and slot that no row holds; `window` is passed on."""
 
     def make(draw: Draw) -> Arguments:
         lengths = [past + count for past, count in zip(rows.past, rows.counts, strict=True)]
@@ -282,9 +311,61 @@ def paged(
         host = HostLengths(rows.counts, tuple(lengths), tuple(pages), exact=True)
         q = draw.normal(rows.tokens, heads, head_dim)
         held = torch.tensor(lengths, dtype=torch.int32)
-        return (q, *pools, table, held, rows.query_start(), host), {**rows.hints(), "scale": head_dim**-0.5}
+        hints = {**rows.hints(), "scale": head_dim**-0.5, **window}
+        return (q, *pools, table, held, rows.query_start(), host), hints
 
     return make
+
+
+def latent_rows(
+    rows: Rows, heads: int, nope_dim: int, rope_dim: int, v_dim: int, latent_dim: int, page_size: int, *,
+    layout: str = "nd", padding: float = 0.0,
+) -> Callable[[Draw], Arguments]:  # fmt: skip
+    """Arguments of `mla_prefix_attention`: pages in no order, NaN in every slot that no row holds.
+
+    A `rope_dim` of 0 is attention without rope. `padding` is what padding tokens hold.
+    """
+
+    def make(draw: Draw) -> Arguments:
+        lengths = [past + count for past, count in zip(rows.past, rows.counts, strict=True)]
+        pages, table = _scattered(lengths, page_size)
+        slots = [torch.tensor(held, dtype=torch.int64).repeat_interleave(page_size) * page_size for held in pages]
+        slots = [
+            (base + torch.arange(len(base)) % page_size)[:length] for base, length in zip(slots, lengths, strict=True)
+        ]
+        total, live = max((page for held in pages for page in held), default=0) + 2, sum(rows.counts)
+        widths = [latent_dim, *([rope_dim] if rope_dim else [])]
+        new, pools = [], []
+        for width in widths:
+            pool = LAYOUTS[layout].empty(total, page_size, width, draw.dtype, torch.device("cpu"))
+            pool.values.fill_(torch.nan)
+            held = [draw.normal(length, width) for length in lengths]
+            pool.write(torch.cat(held), torch.cat(slots))
+            tail = torch.full((rows.padding, width), padding, dtype=draw.dtype)
+            new.append(torch.cat([*(x[past:] for x, past in zip(held, rows.past, strict=True)), tail]))
+            pools.append(pool)
+        q = draw.normal(rows.tokens, heads, nope_dim + rope_dim)
+        q[live:] = padding
+        up = draw.normal(heads * (nope_dim + v_dim), latent_dim) / latent_dim**0.5
+        host = HostLengths(rows.counts, tuple(lengths), tuple(pages), exact=True)
+        q_rope = q[..., nope_dim:] if rope_dim else None
+        both = [[*found, None][:2] for found in (new, pools)]
+        held = torch.tensor(lengths, dtype=torch.int32)
+        args = (q[..., :nope_dim], q_rope, *both[0], *both[1], up, table, held, rows.query_start(), host)
+        return args, {**rows.hints(), "scale": (nope_dim + rope_dim) ** -0.5, "v_dim": v_dim}
+
+    return make
+
+
+def _scattered(lengths: Sequence[int], page_size: int) -> tuple[list[tuple[int, ...]], Tensor]:
+    """Page ids of rows, neighbours apart and page 0 left out, and the page table with a column to spare."""
+    used = [-(-length // page_size) for length in lengths]
+    ids = iter([*range(1, sum(used) + 1, 2), *range(2, sum(used) + 1, 2)])
+    pages = [tuple(next(ids) for _ in range(count)) for count in used]
+    table = torch.zeros(len(used), max(used) + 1, dtype=torch.int32)
+    for row, held in enumerate(pages):
+        table[row, : len(held)] = torch.tensor(held, dtype=torch.int32)
+    return pages, table
 
 
 def _attentions() -> list[Case]:
@@ -297,6 +378,7 @@ def _attentions() -> list[Case]:
         for dim in (128, 256):
             whole = paged(rows, 4, 2, dim, dim, 128, shuffled=True)
             made.append(Case("paged_attention", f"{rows.name}_pages_of_128_{dim}", whole, 256))
+    made += _windows()
     made.append(Case("attention", "prompt_512", _attention(PROMPT, 8, 2, 256, 256), 512, bench=True))
     for rows in (PROMPT, DECODE_1, DECODE_8):
         made.append(
@@ -311,12 +393,85 @@ def _attentions() -> list[Case]:
     return made
 
 
+def _latent_attentions() -> list[Case]:
+    made = []
+    for rows in (*ROWS, VERIFY):
+        for layout, page_size in (("nd", 1), ("nz", 4)):
+            small = latent_rows(rows, 2, 12, 8 if layout == "nd" else 16, 10, 32, page_size, layout=layout, padding=3.0)
+            made.append(Case("mla_prefix_attention", f"{rows.name}_small_{layout}_{page_size}", small, 130))
+        made.append(Case("mla_prefix_attention", f"{rows.name}_no_rope", latent_rows(rows, 3, 7, 0, 5, 11, 5), 130))
+    for layout, page_size, heads in (("nd", 16, 2), ("nd", 128, 16), ("nz", 128, 16)):
+        for rows in (ROWS[1], ROWS[3], ROWS[4], VERIFY):
+            wide = latent_rows(rows, heads, 128, 64, 128, 512, page_size, layout=layout)
+            made.append(Case("mla_prefix_attention", f"{rows.name}_wide_{layout}_{page_size}", wide, 512))
+    for rows in (PROMPT, DECODE_1, DECODE_8):
+        wide = latent_rows(rows, 16, 128, 64, 128, 512, 128)
+        made.append(Case("mla_prefix_attention", rows.name, wide, 512, bench=True))
+    for layout, sizes in (("nd", (12, 5)), ("nz", (32, 16)), ("nd", (512, 64)), ("nz", (512, 64)), ("nd", (9, 0))):
+        page_size = 128 if sizes[0] == 512 else 3
+        name = f"{sizes[0]}_{sizes[1]}_{layout}_{page_size}"
+        made.append(Case("write_latents", name, _written(layout, page_size, *sizes)))
+        if sizes[1] % 2 == 0:
+            made.append(Case("latent_norm_rope_write", name, _normed(layout, page_size, *sizes), sizes[0]))
+    made.append(Case("latent_norm_rope_write", "large_eps", _normed("nd", 128, 512, 64, eps=0.5), 512))
+    return made
+
+
+def _written(layout: str, page_size: int, latent_dim: int, rope_dim: int) -> Callable[[Draw], Arguments]:
+    """Arguments of `write_latents`: 6 tokens into 4 pages; no rope where `rope_dim` is 0."""
+
+    def make(draw: Draw) -> Arguments:
+        widths = [latent_dim, *([rope_dim] if rope_dim else [])]
+        pools = [LAYOUTS[layout].empty(4, page_size, width, draw.dtype, torch.device("cpu")) for width in widths]
+        for pool in pools:
+            pool.values.copy_(draw.normal(*pool.values.shape))
+        both = [[*found, None][:2] for found in (pools, [draw.normal(6, width) for width in widths])]
+        return (*both[0], *both[1], draw.distinct(4 * page_size, 1, 6)[0]), {}
+
+    return make
+
+
+def _normed(
+    layout: str, page_size: int, latent_dim: int, rope_dim: int, eps: float = 1e-6
+) -> Callable[[Draw], Arguments]:
+    """Arguments of `latent_norm_rope_write`, from those of `write_latents`."""
+
+    def make(draw: Draw) -> Arguments:
+        (latent_pages, rope_pages, latent, rope, slots), _ = _written(layout, page_size, latent_dim, rope_dim)(draw)
+        kv = latent if rope is None else torch.cat((latent, rope), -1)
+        angles = draw.uniform(-3.0, 3.0, 6, rope_dim // 2)
+        turned = (None, None) if rope is None else (angles.cos(), angles.sin())
+        return (latent_pages, rope_pages, kv, draw.normal(latent_dim), *turned, slots), {"eps": eps}
+
+    return make
+
+
+def _windows() -> list[Case]:
+    """Attention over the last tokens of rows: fewer than a row has, of one page and of several."""
+    made = []
+    for rows in (*ROWS, VERIFY):
+        made.append(Case("attention", f"{rows.name}_window_4", _attention(rows, 4, 1, 128, 128, window=4), 128))
+        small = paged(rows, 4, 2, 16, 16, 4, shuffled=True, window=5)
+        made.append(Case("paged_attention", f"{rows.name}_window_5", small, 130))
+        for dim in (128, 256):
+            whole = paged(rows, 4, 1, dim, dim, 128, shuffled=True, window=3)
+            made.append(Case("paged_attention", f"{rows.name}_window_3_{dim}", whole, 256))
+    for page_size in (16, 128):
+        name = f"long_decode_window_20_pages_of_{page_size}"
+        made.append(
+            Case("paged_attention", name, paged(LONG, 4, 2, 256, 256, page_size, shuffled=True, window=20), 256)
+        )
+    long_row = paged(DECODE_4K, 4, 1, 256, 256, 128, shuffled=False, window=512)
+    return [*made, Case("paged_attention", "decode_4k_window_512", long_row, 512, bench=True)]
+
+
 def _short_conv(
-    rows: Rows, channels: int, width: int, *, window: bool, keep_steps: bool
+    rows: Rows, channels: int, width: int, *, window: bool, keep_steps: bool, **dilation: int
 ) -> Callable[[Draw], Arguments]:
     def make(draw: Draw) -> Arguments:
-        past = draw.normal(len(rows.counts) + 1, width - 1, channels) if window else None
-        kwargs = {**rows.hints(), "keep_steps": keep_steps}
+        reach = (width - 1) * dilation.get("dilation", 1)
+        past = draw.normal(len(rows.counts) + 1, reach, channels) if window else None
+        kwargs = {**rows.hints(), "keep_steps": keep_steps, **dilation}
         return (draw.normal(rows.tokens, channels), draw.normal(channels, width), past, rows.query_start()), kwargs
 
     return make
@@ -366,6 +521,8 @@ def _linear_attention() -> list[Case]:
             made.append(Case("gated_delta_rule", name, delta(rows, 2, 6, 8, 12, state=window, keep_steps=keep), 130))
             wide = delta(rows, 2, 4, 128, 128, state=window, keep_steps=keep, recurrent=torch.bfloat16)
             made.append(Case("gated_delta_rule", f"{rows.name}_2_4_128_bf16{tail}", wide, 260))
+            apart = _short_conv(rows, 6, 3, window=window, keep_steps=keep, dilation=2)
+            made.append(Case("short_conv", f"{rows.name}_6x3_apart{tail}", apart, 3))
         for channels, width in ((16, 2), (128, 3)):
             conv = _short_conv(rows, channels, width, window=True, keep_steps=False)
             made.append(Case("short_conv", f"{rows.name}_{channels}x{width}", conv, width))
@@ -392,6 +549,165 @@ def _linear_attention() -> list[Case]:
     return [*made, Case("delta_gates", "heads", gates), Case("replay_delta", "accepted_0_4_2", replay, 4)]
 
 
+def _mix(tokens: int, streams: int, hidden: int, rank: int, *, writes: bool) -> Callable[[Draw], Arguments]:
+    def make(draw: Draw) -> Arguments:
+        joined = streams * hidden
+        down = draw.normal(rank + streams * writes, joined) / joined**0.5
+        up = draw.normal(joined, rank) / rank**0.5
+        return (draw.normal(tokens, streams, hidden), draw.normal(joined), down, up), {"eps": 1e-6}
+
+    return make
+
+
+def _inject(tokens: int, streams: int, hidden: int) -> Callable[[Draw], Arguments]:
+    return lambda draw: (
+        (draw.normal(tokens, streams, hidden), draw.normal(tokens, hidden), draw.uniform(0.0, 2.0, tokens, streams)),
+        {},
+    )
+
+
+def _streams() -> list[Case]:
+    made = []
+    for name, shape, rank in (("tiny", (5, 3, 8), 6), ("awkward", (1, 2, 33), 1), ("decode_8", (8, 4, 2560), 320)):
+        marks: dict[str, Any] = {"length": shape[1] * shape[2], "bench": name == "decode_8"}
+        made.append(Case("hyper_mix", name, _mix(*shape, rank, writes=True), **marks))
+        made.append(Case("hyper_mix", f"{name}_reads", _mix(*shape, rank, writes=False), **marks))
+        made.append(Case("hyper_inject", name, _inject(*shape), bench=marks["bench"]))
+    return made
+
+
+def _hashed(rows: Rows, *, context: bool, keep_steps: bool) -> Callable[[Draw], Arguments]:
+    def make(draw: Draw) -> Arguments:
+        before = draw.ids(9, len(rows.counts) + 1, 2) if context else None
+        places = [torch.arange(count) + past * context for past, count in zip(rows.past, rows.counts, strict=True)]
+        positions = torch.cat([*places, torch.zeros(rows.padding, dtype=torch.int64)])
+        kwargs = {"multipliers": (3, 2**40 + 1, 7), "sizes": (11, 13, 17, 19), "offsets": (0, 11, 24, 41), "end": 2}
+        kwargs |= {**rows.hints(), "keep_steps": keep_steps}
+        return (draw.ids(9, rows.tokens), before, positions, rows.query_start()), kwargs
+
+    return make
+
+
+def _ngrams() -> list[Case]:
+    made = []
+    for rows in (*ROWS, VERIFY):
+        for context, keep in ((False, False), (True, False), (True, rows is VERIFY)):
+            tail = ("_context" if context else "") + ("_keep" if keep else "")
+            made.append(Case("ngram_rows", f"{rows.name}{tail}", _hashed(rows, context=context, keep_steps=keep)))
+    made.append(Case("table_rows", "tiny", lambda draw: ((draw.ids(60, 5, 4), draw.normal(60, 3)), {})))
+
+    def gate(draw: Draw) -> Arguments:
+        return (draw.normal(5, 3, 8), draw.normal(5, 3, 8), draw.normal(5, 8)), {}
+
+    made.append(Case("ngram_gate", "tiny", gate, 8))
+    return made
+
+
+def _pool(draw: Draw, lengths: Sequence[int], page_size: int, *shape: int) -> Tensor:
+    """A pool over `_scattered` pages, NaN in every slot that no row holds."""
+    pages, _ = _scattered(lengths, page_size)
+    pool = torch.full((sum(map(len, pages)) + 2, page_size, *shape), torch.nan, dtype=draw.dtype)
+    for held, length in zip(pages, lengths, strict=True):
+        at = torch.arange(length)
+        pool[torch.tensor(held, dtype=torch.int64)[at // page_size], at % page_size] = draw.normal(length, *shape)
+    return pool
+
+
+def index_rows(
+    rows: Rows, index_heads: int, index_dim: int, ratio: int, page_size: int, top_k: int
+) -> Callable[[Draw], Arguments]:
+    """Arguments of `index_scores_topk`. Whole numbers, so that scores are exact in any dtype, and often equal."""
+
+    def make(draw: Draw) -> Arguments:
+        lengths = [past + count for past, count in zip(rows.past, rows.counts, strict=True)]
+        q = (draw.ids(5, rows.tokens, index_heads, index_dim) - 2).to(draw.dtype)
+        blocks = [length // ratio for length in lengths]
+        _, table = _scattered(lengths, page_size)
+        keys = torch.full((int(table.max()) + 2, page_size // ratio, index_dim), torch.nan, dtype=draw.dtype)
+        for row, count in enumerate(blocks):
+            at, each = torch.arange(count), page_size // ratio
+            values = draw.ids(5, count, index_dim) - 2
+            keys[table[row, at // each].long(), at % each] = values.to(draw.dtype)
+        held = torch.tensor(lengths, dtype=torch.int32)
+        return (q, keys, table, held, rows.query_start()), {**rows.hints(), "ratio": ratio, "top_k": top_k}
+
+    return make
+
+
+def selected_rows(
+    rows: Rows, heads: int, kv_heads: int, head_dim: int, v_dim: int, page_size: int, selected: int
+) -> Callable[[Draw], Arguments]:
+    """Arguments of `sparse_attention`: places that a token may see, from none to as many as fit, in any order."""
+
+    def make(draw: Draw) -> Arguments:
+        lengths = [past + count for past, count in zip(rows.past, rows.counts, strict=True)]
+        places = torch.full((rows.tokens, selected), -1, dtype=torch.int32)
+        seen = (past + at + 1 for past, count in zip(rows.past, rows.counts, strict=True) for at in range(count))
+        for token, visible in enumerate(seen):
+            count = min(visible, selected) - token % 3 * (visible // 2)
+            places[token, : max(count, 0)] = draw.distinct(visible, 1, max(count, 0))[0].int()
+        q = draw.normal(rows.tokens, heads, head_dim)
+        pools = (_pool(draw, lengths, page_size, kv_heads, dim) for dim in (head_dim, v_dim))
+        held, (_, table) = torch.tensor(lengths, dtype=torch.int32), _scattered(lengths, page_size)
+        return (q, *pools, places, table, held, rows.query_start()), {"scale": head_dim**-0.5}
+
+    return make
+
+
+def pooled_rows(rows: Rows, index_dim: int, rotary_dim: int, ratio: int, page_size: int) -> Callable[[Draw], Arguments]:
+    """Arguments of `index_keys`: raw keys of the past in the pages, those of the new tokens beside them."""
+
+    def make(draw: Draw) -> Arguments:
+        lengths = [past + count for past, count in zip(rows.past, rows.counts, strict=True)]
+        # Results are compared, pages and all, so nothing is NaN here.
+        raw_pages = _pool(draw, lengths, page_size, index_dim).nan_to_num(7.0)
+        _, table = _scattered(lengths, page_size)
+        index_pages = draw.normal(raw_pages.shape[0], page_size // ratio, index_dim)
+        spans = zip(rows.past, rows.counts, strict=True)
+        at = [(row, past + new) for row, (past, count) in enumerate(spans) for new in range(count)]
+        slots = [int(table[row, place // page_size]) * page_size + place % page_size for row, place in at]
+        slots = torch.tensor([*slots, *range(rows.padding)])
+        held = torch.tensor(lengths, dtype=torch.int32)
+        args = (raw_pages, index_pages, draw.normal(rows.tokens, index_dim), draw.normal(index_dim), slots, table)
+        return (*args, held, rows.query_start()), {"eps": 1e-6, "rotary_dim": rotary_dim, "theta": 1e4}
+
+    return make
+
+
+def _sparse() -> list[Case]:
+    made = []
+    for rows in (*ROWS, VERIFY, LONG):
+        made.append(Case("index_keys", f"{rows.name}_12_of_4", pooled_rows(rows, 12, 6, 4, 8), 12))
+        made.append(Case("index_keys", f"{rows.name}_16_of_2", pooled_rows(rows, 16, 16, 2, 4), 16))
+        made.append(Case("index_scores_topk", f"{rows.name}_3x8", index_rows(rows, 3, 8, 4, 8, 2), 8))
+        made.append(Case("index_scores_topk", f"{rows.name}_4x128", index_rows(rows, 4, 128, 4, 128, 3), 128))
+        made.append(Case("sparse_attention", f"{rows.name}_6_2_16", selected_rows(rows, 6, 2, 16, 16, 8, 11), 16))
+        made.append(Case("sparse_attention", f"{rows.name}_4_1_8_12", selected_rows(rows, 4, 1, 8, 12, 4, 7), 12))
+        made.append(Case("sparse_attention", f"{rows.name}_8_2_256", selected_rows(rows, 8, 2, 256, 256, 128, 35), 256))
+
+        def expand(draw: Draw, rows: Rows = rows) -> Arguments:
+            (_, _, _, held, start), _ = index_rows(rows, 1, 8, 4, 8, 3)(draw)
+            seen = [past + at + 1 for past, count in zip(rows.past, rows.counts, strict=True) for at in range(count)]
+            blocks = torch.full((rows.tokens, 3), -1, dtype=torch.int32)
+            for token, visible in enumerate(seen):
+                blocks[token, : min(3, visible // 4)] = draw.distinct(visible // 4, 1, 3)[0].int()
+            return (blocks, held, start), {"ratio": 4}
+
+        made.append(Case("expand_blocks", rows.name, expand))
+    for shape, rotary_dim in (((3, 5, 4, 12), 6), ((7, 2, 16), 16), ((0, 4, 8), 4)):
+        kwargs = {"eps": 1e-6, "rotary_dim": rotary_dim, "theta": 1e4}
+
+        def pool(draw: Draw, shape: tuple[int, ...] = shape, kwargs: dict[str, Any] = kwargs) -> Arguments:
+            return (draw.normal(*shape), draw.ids(3000, *shape[:-2]), draw.normal(shape[-1])), kwargs
+
+        made.append(Case("pool_keys", "empty" if 0 in shape else f"of_{shape[-2]}", pool, shape[-1]))
+    for rows in (DECODE_4K, Rows("prompt_4k", (512,), (3584,))):
+        scores, attention = index_rows(rows, 4, 128, 4, 128, 512), selected_rows(rows, 24, 2, 256, 256, 128, 2051)
+        made.append(Case("index_scores_topk", rows.name, scores, 128, bench=True))
+        made.append(Case("sparse_attention", rows.name, attention, 2051, bench=True))
+    return made
+
+
 CASES: tuple[Case, ...] = tuple(
     {
         str(case): case
@@ -402,7 +718,11 @@ CASES: tuple[Case, ...] = tuple(
             *_filters(),
             *_rotaries(),
             *_attentions(),
+            *_latent_attentions(),
             *_linear_attention(),
+            *_sparse(),
+            *_streams(),
+            *_ngrams(),
         )
     }.values()
 )
@@ -410,10 +730,14 @@ CASES: tuple[Case, ...] = tuple(
 
 
 def live(op: str, result: Any) -> Any:
-    """The result of an op without the scratch slot of its states, which may hold anything."""
+    """The result of an op without the scratch slot or page of its states, and without an order that is left open."""
     if op in ("short_conv", "gated_delta_rule"):
         out, state, trail = result
         return out, state if state is None else state[:-1], trail
+    if op == "index_keys":
+        return tuple(pages[1:] for pages in result)
+    if op == "index_scores_topk":
+        return result.sort(-1).values
     return result[:-1] if op == "replay_delta" else result
 
 

@@ -14,11 +14,12 @@ from lowering.cases import (
     cases_of,
     delta,
     faded,
+    latent_rows,
     live,
     paged,
 )
 
 __all__ = [
     "CASES", "DECODE_1", "DECODE_8", "PROMPT", "ROWS", "VERIFY", "Arguments", "Case", "Draw", "Rows", "cases_of",
-    "delta", "faded", "live", "paged",
+    "delta", "faded", "latent_rows", "live", "paged",
 ]  # fmt: skip

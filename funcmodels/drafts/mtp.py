@@ -120,7 +120,7 @@ class MtpDraft:
                 batch = Batch.from_tokens(drafts[-1], [1] * state.rows, after)
                 out, after = self.forward(params, after, batch, hidden, logits=None)
                 hidden = out.hidden
-            logits = self.head.logits(params, hidden)
+            logits = self.head.logits(self.model.config, params, hidden)
             if noise is None:
                 drafts.append(logits.argmax(-1))
                 continue

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from .. import registry, stages
 from ..errors import LoweringError
+from ..npu_reference.registration import give_shapes
 from ..report import dry
 from ..stages import Lowered
 from ..trace import DryRun, Recorder, Shape
@@ -56,9 +57,11 @@ def main() -> None:
 
 
 def load(wheel: Path) -> str:
-    """Import torch_npu from an unpacked wheel; its version."""
+    """Import torch_npu from an unpacked wheel; its version. Operators of the ATB library come without shapes."""
     sys.path.insert(0, str(wheel))
-    return importlib.import_module("torch_npu").__version__
+    version = importlib.import_module("torch_npu").__version__
+    give_shapes("atb")
+    return version
 
 
 def _read(stream: BinaryIO) -> bytes:

@@ -30,6 +30,7 @@ def _attention_flops(a: Arguments, out: Any) -> int:
     pairs = sum(_kept(a, q, k) for q, k in _rows(a))
     dim = a["query"].shape[-1] if a["input_layout"] != "BSH" else a["query"].shape[-1] // a["num_query_heads"]
     v_dim = out[0].shape[-1] if a["input_layout"] != "BSH" else out[0].shape[-1] // a["num_query_heads"]
+    dim += 0 if a.get("query_rope") is None else a["query_rope"].shape[-1]
     return 2 * pairs * a["num_query_heads"] * (dim + v_dim)
 
 
@@ -50,8 +51,11 @@ def _attention_bytes(a: Arguments, out: Any) -> int:
         return tensor_bytes((dict(a), out))
     tokens = a["key"].shape[0] * a["block_size"]
     held = sum(keys for _, keys in _rows(a))
-    pools = tensor_bytes((a["key"], a["value"]))
-    return tensor_bytes((dict(a), out)) - pools + pools * held // tokens
+    # With rope keys apart the pages hold latents, keys and values at once, which are read once.
+    rope = a.get("key_rope")
+    pools = tensor_bytes((a["key"], a["value"] if rope is None else rope))
+    rest = {**a, "key": None, "value": None, "key_rope": None}
+    return tensor_bytes((rest, out)) + pools * held // tokens
 
 
 def _grouped_flops(a: Arguments, out: Any) -> int:
@@ -75,6 +79,16 @@ def _scattered(a: Arguments, out: Any) -> int:
     return 2 * tensor_bytes((a["key"], a["value"])) + tensor_bytes(a["slot_mapping"])
 
 
+def _normed_and_cached(a: Arguments, out: Any) -> int:
+    """The caches are written at the tokens' slots only."""
+    return tensor_bytes(({**a, "k_cache": None, "ckv_cache": None}, out)) + tensor_bytes(out)
+
+
+def _indexer_flops(a: Arguments, out: Any) -> int:
+    """Scores of all keys that the pages of a request have room for: how many it has is known on the device alone."""
+    return 2 * math.prod(a["query"].shape) * a["block_table"].shape[1] * a["key"].shape[1]
+
+
 _DELTA = (
     "npu::npu_recurrent_gated_delta_rule",
     "npu::npu_recurrent_gated_delta_rule_functional",
@@ -86,6 +100,7 @@ NPU = Formulas(
         **ATEN.flops,
         "npu::npu_fused_infer_attention_score_v2": _attention_flops,
         "npu::npu_grouped_matmul": _grouped_flops,
+        "npu::npu_lightning_indexer": _indexer_flops,
         **dict.fromkeys(_DELTA, _delta_flops),
     },
     bytes={
@@ -93,5 +108,6 @@ NPU = Formulas(
         "npu::npu_fused_infer_attention_score_v2": _attention_bytes,
         "npu::npu_grouped_matmul": _grouped_bytes,
         "npu::npu_scatter_pa_kv_cache": _scattered,
+        "npu::npu_kv_rmsnorm_rope_cache_v2": _normed_and_cached,
     },
 )

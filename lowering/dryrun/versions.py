@@ -26,8 +26,9 @@ _PLAIN: dict[str, tuple[type, ...]] = {
 def problems(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], loaded: str) -> tuple[tuple[str, str], ...]:
     """Pairs of version and sentence for every recorded version but `loaded` that would refuse this call of `npu::x`."""
     space, _, operator = name.partition("::")
-    if space != "npu":
+    if space not in ("npu", "atb"):
         return ()
+    operator = operator if space == "npu" else f"{space}.{operator}"
     if not any(operator in known for known in recorded().values()):
         # Only what our own kernels call is recorded; a kernel of someone else's may call more.
         return ((f"other than {loaded}", f"cannot be checked: no schema of {operator} is recorded"),)
