@@ -17,14 +17,16 @@ from torch._C._functorch import TransformType, get_interpreter_stack, is_functor
 from lowering.host import HostInt, HostLengths, symbolic
 from lowering.ops.ragged import row_of_token
 from lowering.ops.sampling import mix
+from params.tree import leaves, map
 
 from .batch import Batch, check_room
 from .errors import StateError
 from .rows import reserve
-from .state import Entry, Recurrent, State, check_fresh, check_usable, grown, host_lengths
+from .state import Appended, Entry, Recurrent, State, check_fresh, check_usable, grown, host_lengths
 from .token_log import TokenLog, written
 
 E = TypeVar("E", bound=Entry)
+A = TypeVar("A", bound=Appended)
 
 MAX_KEPT_STEPS = 8
 """Most tokens a row may offer with `keep_steps` when a layer is recurrent: what Ascend's recurrent delta-rule
@@ -112,6 +114,28 @@ def finish(step: Step, layers: Sequence[Entry | None]) -> State | None:
     if len(entries) != len(step.state.layers):
         raise StateError(_other_model(step.state, str(len(entries))))
     return grown(step.state, entries, step.log, step.query_start.diff(), step.counts, step.keep_steps)
+
+
+def writable(pages: A, *made: Tensor) -> A:
+    """`pages` to write new tokens to in place; a copy under autograd, where a backward reads them as they were.
+
+    `made` are all the tensors that the layer puts into the pages, or attends to them with.
+    """
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*made, *leaves(pages))):
+        return map(torch.clone, pages)
+    return pages
+
+
+def text_positions(batch: Batch, step: Step) -> Int[Tensor, " tokens"]:
+    """Rotary positions of a model of text: the batch's own, or the tokens' places. `ValueError` for those of images."""
+    if batch.positions is None:
+        return step.positions
+    if batch.positions.shape[0] != 1:
+        raise ValueError(
+            f"positions have {batch.positions.shape[0]} axes, and this model takes those of text; give one axis, or "
+            "leave them out"
+        )
+    return batch.positions[0]
 
 
 def _other_model(state: State, layers: str) -> str:

@@ -701,7 +701,7 @@ def _sparse() -> list[Case]:
             return (draw.normal(*shape), draw.ids(3000, *shape[:-2]), draw.normal(shape[-1])), kwargs
 
         made.append(Case("pool_keys", "empty" if 0 in shape else f"of_{shape[-2]}", pool, shape[-1]))
-    for rows in (DECODE_4K, Rows("prompt_4k", (512,), (3584,))):
+    for rows in (DECODE_4K, Rows("prompt_4k", (128,), (3968,))):
         scores, attention = index_rows(rows, 4, 128, 4, 128, 512), selected_rows(rows, 24, 2, 256, 256, 128, 2051)
         made.append(Case("index_scores_topk", rows.name, scores, 128, bench=True))
         made.append(Case("sparse_attention", rows.name, attention, 2051, bench=True))

@@ -237,7 +237,9 @@ class Op:
                 continue
             reason = _refusal(kernel, target, surroundings, args, kwargs)
             if reason is None:
-                passed_over = {later.name: why for later in ordered[at + 1 :] if later.serves(target)}
+                # A rule weighs fused kernels against each other; portable ones stand behind them for what these refuse.
+                alike = [later for later in ordered[at + 1 :] if bool(later.operators) == bool(kernel.operators)]
+                passed_over = {later.name: why for later in alike if later.serves(target)}
                 return Choice(self.name, kernel, refused | passed_over, target, source)
             refused[kernel.name] = reason
         if asked is not None and not self.kernels[asked].serves(target):

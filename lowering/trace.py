@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from params import tree
@@ -91,7 +92,13 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Composite operators are taken apart, so that what is written down is what a device runs."""
-        kwargs = kwargs or {}
+        out = self._recorded(func, args, kwargs or {})
+        if isinstance(out, FakeTensor):
+            # One of a single element may keep its value, and a copy of it to the device would then be made for real.
+            out.constant = None
+        return out
+
+    def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given, self.given = self.given, None
         if self.sink is None or func.namespace == "prim":
             return func(*args, **kwargs)

@@ -10,11 +10,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lowering import ops
-from params.tree import map, tree, unchecked
+from params.tree import tree, unchecked
 
 from ..blocks.linear import Linear, Norm, linear_spec, norm_spec, project
+from ..errors import StateError
 from ..state import Appended
-from ..step import Step
+from ..step import Step, writable
 
 
 @tree
@@ -161,9 +162,12 @@ def attend(
     hints: dict[str, Any] = {"max_query": step.max_query, "uniform": step.uniform, "scale": scale, "window": window}
     if past is None:
         return ops.attention(q, k, v, step.query_start, **hints), None
-    if k.requires_grad:
-        # Under autograd nothing is written in place: a backward reads the pages as they were.
-        past = map(torch.clone, past)
+    if past.k.shape[2:] != k.shape[1:]:
+        raise StateError(
+            f"the state has {past.k.shape[2]} key/value heads of {past.k.shape[3]}, the layer {k.shape[1]} of "
+            f"{k.shape[2]}; make the state with the init_state of a model whose config is that of the parameters"
+        )
+    past = writable(past, q, k, v)
     pages = KeyValuePages(*ops.write_pages(past.k, past.v, k, v, step.slots))
     y = ops.paged_attention(q, pages.k, pages.v, step.page_table, step.lengths, step.query_start, step.host, **hints)
     return y, pages

@@ -14,12 +14,12 @@ from lowering import ops
 from lowering.layouts import NdPages, NzPages, layout_for
 from lowering.weights import PreparedWeight, plain
 from params.spec import TensorSpec
-from params.tree import map, tree, unchecked
+from params.tree import tree, unchecked
 
 from ..blocks.linear import Linear, Norm, PrepareWeight, linear_spec, norm_spec, project
 from ..errors import StateError
 from ..state import Appended
-from ..step import Step
+from ..step import Step, writable
 
 
 @tree
@@ -113,6 +113,11 @@ def latent_attention(
             f"latent_attention: queries have {q.shape[1]} channels, expected {heads * (nope_dim + rope_dim)} "
             f"({heads} heads of {nope_dim} without rope and {rope_dim} with it)"
         )
+    if params.up.weight.shape[0] != heads * (nope_dim + v_dim):
+        raise ValueError(
+            f"latent_attention: up.weight has {params.up.weight.shape[0]} rows, expected {heads * (nope_dim + v_dim)} "
+            f"({heads} heads with keys of {nope_dim} and values of {v_dim})"
+        )
     q = rearrange(q, "tokens (heads dim) -> tokens heads dim", heads=heads)
     q_nope, q_rope = q.split((nope_dim, rope_dim), -1)
     q_rope = ops.rotary_interleaved(q_rope, *rotary)
@@ -126,9 +131,7 @@ def latent_attention(
             f"{latent_dim} and {rope_dim}; make the state with the init_state of a model whose config is that of the "
             "parameters"
         )
-    if kv.requires_grad:
-        # Under autograd nothing is written in place: a backward reads the pages as they were.
-        past = map(torch.clone, past)
+    past = writable(past, q_nope, q_rope, kv, params.latent_norm.weight, plain(params.up.weight))
     *pages, latent, rope = ops.latent_norm_rope_write(
         past.latent, past.rope, kv, params.latent_norm.weight, *rotary, step.slots, eps=eps
     )

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from lowering import ops
 from lowering.ops.sparse import as_pages, selects_all
-from params.tree import map, tree, unchecked
+from params.tree import tree, unchecked
 
 from ..blocks.linear import Linear, Norm, linear_spec, norm_spec
 from ..errors import StateError
 from ..state import Appended
-from ..step import Step
+from ..step import Step, writable
 from .gqa import KeyValuePages, attend
 
 
@@ -172,9 +172,7 @@ def _paged(
             f"the state's index has a key for every {page_size // past.index.shape[1]} tokens, the config says "
             f"{index.ratio}; make the state with the init_state of a model with this indexer_compress_ratio"
         )
-    if new.k.requires_grad:
-        # Under autograd nothing is written in place: a backward reads the pages as they were.
-        past = map(torch.clone, past)
+    past = writable(past, new.q, new.k, new.v, new.raw, new.pool_norm)
     rows = (step.page_table, step.lengths, step.query_start)
     raw, keys = ops.index_keys(past.raw, past.index, new.raw, new.pool_norm, step.slots, *rows, **new.pooling)
     dense = selects_all(step.page_table, page_size, step.host, index.budget + index.ratio - 1)

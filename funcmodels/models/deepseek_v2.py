@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowering import ops
@@ -22,7 +22,7 @@ from ..blocks.linear import Embedding, Linear, Norm, linear_spec, norm_spec
 from ..blocks.mlp import GroupedMoe, Mlp, grouped_moe, grouped_moe_spec, mlp, mlp_spec
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state import Entry, State
-from ..step import Step, begin, finish
+from ..step import begin, finish, text_positions
 from .deepseek_v2_config import LATENT_EPS, DeepseekV2Config, read_config
 
 __all__ = ["DeepseekV2Config", "DeepseekV2Params", "forward", "init_entries", "param_spec", "read_config"]
@@ -98,7 +98,7 @@ def forward(
     """Logits and final hidden of the batch's tokens, and the state that holds them too. See `Model.forward`."""
     taps = Taps(outputs, _tap_names(config))
     step = begin(state, batch, keep_steps)
-    rotary = _rotary(config, step)
+    rotary = _rotary(config, text_positions(batch, step))
     eps = config.rms_norm_eps
     entries: list[Entry | None] = []
     x = ops.embedding(batch.tokens, params.embed.weight)
@@ -131,12 +131,14 @@ def _tap_names(config: DeepseekV2Config) -> list[str]:
     return layers + [f"{layer}.router" for layer, experts in routed if experts]
 
 
-def _rotary(config: DeepseekV2Config, step: Step) -> tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]]:
+def _rotary(
+    config: DeepseekV2Config, positions: Int[Tensor, " tokens"]
+) -> tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]]:
     sizes: dict[str, Any] = {"rotary_dim": config.qk_rope_head_dim, "theta": config.rope_theta}
     if config.rope_type == "default":
-        return ops.rotary_angles(step.positions, **sizes)
+        return ops.rotary_angles(positions, **sizes)
     stretch = {"factor": config.factor, "ramp": config.ramp, "multiplier": config.angle_multiplier}
-    return ops.yarn_angles(step.positions, **sizes, **stretch)
+    return ops.yarn_angles(positions, **sizes, **stretch)
 
 
 def _feed_forward(

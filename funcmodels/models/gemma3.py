@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowering import ops
@@ -24,7 +24,7 @@ from ..blocks.linear import Embedding, Linear, Norm, linear_spec, norm_spec
 from ..blocks.mlp import Mlp, mlp_spec
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state import Entry, State
-from ..step import Step, begin, finish
+from ..step import Step, begin, finish, text_positions
 from .gemma3_config import GLOBAL, LOCAL, Gemma3Config, read_config
 
 __all__ = ["Gemma3Config", "Gemma3Params", "forward", "init_entries", "param_spec", "read_config"]
@@ -99,7 +99,9 @@ def forward(
     taps = Taps(outputs, [f"layers.{index}" for index in range(config.num_hidden_layers)])
     step = begin(state, batch, keep_steps)
     x = _embedded(config, params, batch)
-    hidden, entries = _layers(config, params, x, step, taps)
+    places = text_positions(batch, step)
+    angles = {kind: _angles(config, kind, places) for kind in dict.fromkeys(config.layer_types)}
+    hidden, entries = _layers(config, params, x, step, angles, taps)
     return Output(_logits(config, params, hidden, step, logits), hidden, taps.taken()), finish(step, entries)
 
 
@@ -115,10 +117,17 @@ def rounded(value: float, dtype: torch.dtype) -> float:
 
 
 def _layers(
-    config: Gemma3Config, params: Gemma3Params, x: Float[Tensor, "tokens hidden"], step: Step, taps: Taps
+    config: Gemma3Config,
+    params: Gemma3Params,
+    x: Float[Tensor, "tokens hidden"],
+    step: Step,
+    angles: dict[str, tuple[Tensor, Tensor]],
+    taps: Taps,
 ) -> tuple[Float[Tensor, "tokens hidden"], list[Entry | None]]:
-    """The residual stream `x` through all layers and the final norm, and the layers' new entries."""
-    angles = {kind: _angles(config, kind, step) for kind in dict.fromkeys(config.layer_types)}
+    """The residual stream `x` through all layers and the final norm, and the layers' new entries.
+
+    `angles` are those of each kind of layer.
+    """
     eps = config.rms_norm_eps
     entries: list[Entry | None] = []
     normed = ops.gemma_rms_norm(x, params.layers[0].input_norm.weight, eps=eps)
@@ -135,13 +144,13 @@ def _layers(
     return normed, entries
 
 
-def _angles(config: Gemma3Config, kind: str, step: Step) -> tuple[Tensor, Tensor]:
+def _angles(config: Gemma3Config, kind: str, positions: Int[Tensor, " tokens"]) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the tokens' places, [tokens head_dim/2] each, for one kind of layer."""
     theta, factor = {
         GLOBAL: (config.rope_theta, config.rope_factor),
         LOCAL: (config.rope_local_base_freq, config.rope_local_factor),
     }[kind]
-    return ops.rotary_angles(step.positions, rotary_dim=config.head_dim, theta=theta, factor=factor)
+    return ops.rotary_angles(positions, rotary_dim=config.head_dim, theta=theta, factor=factor)
 
 
 def _mix(

@@ -79,13 +79,16 @@ def _by_shape(
         4        1024          8192      4        1.715                     1.645
         8        1024          8192      4        3.306                     3.374
     """
-    rows = page_table.shape[0]
-    if max_query <= FEW:
-        why = f"rows of up to {FEW} new tokens read latents as they lie"
-        return ("npu_fia_absorbed", "two_fia_merge", "concat_fia"), why
-    if rows == 1:
-        return ("concat_fia", "two_fia_merge"), "one row needs no merge: one call over its prefix and new tokens"
-    return ("two_fia_merge", "concat_fia"), "from two rows on, two calls and a merge take less than a call a row"
+    if page_table.shape[0] == 1:
+        expanded = ("concat_fia", "two_fia_merge")
+        why = "one row needs no merge: one call over its prefix and new tokens"
+    else:
+        expanded = ("two_fia_merge", "concat_fia")
+        why = "from two rows on, two calls and a merge take less than a call a row"
+    if max_query > FEW:
+        return (*expanded, "torch_two_pass", "torch_absorbed"), why
+    few = f"rows of up to {FEW} new tokens read latents as they lie where npu_fia_absorbed takes them; else {why}"
+    return ("npu_fia_absorbed", *expanded, "torch_absorbed", "torch_two_pass"), few
 
 
 @dataclass(frozen=True)

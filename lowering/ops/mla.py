@@ -96,7 +96,7 @@ def write_latents(
     return latent_pages, rope_pages
 
 
-@op
+@op(contains=("rms_norm", "rotary_interleaved", "write_latents"))
 def latent_norm_rope_write(
     latent_pages: NdPages | NzPages,
     rope_pages: NdPages | NzPages | None,

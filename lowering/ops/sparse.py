@@ -220,12 +220,11 @@ def selects_all(page_table: Tensor, page_size: int, host: HostLengths | None, se
     return host is not None and not tracing() and max(host.length, default=0) <= selected
 
 
-def as_pages(
-    x: Float[Tensor, "tokens *rest"], query_start: Int[Tensor, " ends"], max_query: int, uniform: bool, ratio: int
-) -> Float[Tensor, "rows page_size *rest"]:
-    """Each row of a batch without a state as one page, filled up with zeros to whole blocks of `ratio` tokens.
+def as_pages(x: Tensor, query_start: Int[Tensor, " ends"], max_query: int, uniform: bool, ratio: int) -> Tensor:
+    """Each row of a batch without a state as one page, [tokens ...] as [rows page_size ...].
 
-    With them go a page table `arange(rows)[:, None]` and lengths `query_start.diff()`.
+    Pages are filled up with zeros to whole blocks of `ratio` tokens. With them go a page table
+    `arange(rows)[:, None]` and lengths `query_start.diff()`.
     """
     rectangle = to_rectangle(x, query_start, max_query, uniform)
     return F.pad(rectangle, (*(0, 0) * (x.ndim - 1), 0, -max_query % ratio))

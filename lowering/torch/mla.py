@@ -23,6 +23,8 @@ ABSORBED_UP_TO = 100
 """Queries a row up to which the absorbed form is faster on a CPU, where as many tokens or more are cached."""
 BLOCK = 128
 """Queries of a row that are worked on at a time: no block looks at keys past its last query."""
+FEW = 8
+"""Queries a row up to which a device reads latents as they lie."""
 MOST_SCORES = 2**24
 """Scores that the two passes hold at a time."""
 
@@ -44,6 +46,17 @@ def _order(
         return ("torch_absorbed_rows", "torch_absorbed", "torch_concat", "torch_two_pass"), why
     why = f"at more than {ABSORBED_UP_TO} queries a row, to expand takes less, and one row at a time has no merge"
     return ("torch_concat", "torch_two_pass", "torch_absorbed_rows", "torch_absorbed"), why
+
+
+@mla_prefix_attention.order_by(("cuda",))
+def _order_of_fixed_shapes(
+    q_nope, q_rope, latent, rope, latent_pages, rope_pages, up, page_table, lengths, query_start, host, *,
+    max_query, uniform, scale, v_dim,
+) -> tuple[tuple[str, ...], str]:  # fmt: skip
+    """Absorbed for decode and verify; for prefill two passes, which hold scores block by block. Not measured."""
+    if max_query <= FEW:
+        return ("torch_absorbed", "torch_two_pass"), f"rows of up to {FEW} new tokens read latents as they lie"
+    return ("torch_two_pass", "torch_absorbed"), f"for more than {FEW} new tokens a row, scores are held block by block"
 
 
 def _refuse_rows(

@@ -32,7 +32,11 @@ POOLS = ((1, None, False), (2, 30, True), (3, 30, False))
 
 @pytest.mark.parametrize(
     ("kind", "seed", "pages", "checked"),
-    [*(("dense", *pool) for pool in POOLS), *(("moe", *pool) for pool in POOLS), ("bundled", 4, 30, False)],
+    [
+        *(("dense", *pool) for pool in POOLS),
+        *(("moe", *pool) for pool in POOLS),
+        pytest.param("bundled", 4, 30, False, marks=pytest.mark.plain),
+    ],
 )
 @pytest.mark.filterwarnings("ignore::lowering.RecaptureWarning")
 def test_replays_equal_plain_calls(kind: str, seed: int, pages: int | None, checked: bool) -> None:

@@ -7,6 +7,7 @@ import torch
 
 import lowering
 from lowering import OPS, LoweringError, Policy, ops
+from lowering.cases import CASES
 from lowering.policy import ENVIRONMENT, from_environment
 
 X, WEIGHT = torch.ones(3, 8), torch.ones(8)
@@ -103,3 +104,17 @@ def test_weights_prepared_for_the_operator_are_read_by_the_reference() -> None:
         found = ops.add_gemma_rms_norm(X, 2 * X, prepared, eps=1e-6)
     expected = ops.add_gemma_rms_norm.body(X, 2 * X, WEIGHT / 7, eps=1e-6)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_latents_are_normed_turned_and_written_as_their_ops_are_asked_to_be() -> None:
+    """The fused write has three ops in it."""
+    case = next(case for case in CASES if (case.op, case.name) == ("latent_norm_rope_write", "large_eps"))
+    args, kwargs = case.arguments(torch.bfloat16)
+
+    def chosen(**prefer: str) -> str:
+        with lowering.use(Policy(prefer), target="ascend910b"):
+            return ops.latent_norm_rope_write.explain(*args, **kwargs).kernel.name
+
+    assert chosen() != "torch"
+    for name in ("rms_norm", "rotary_interleaved", "write_latents", "latent_norm_rope_write"):
+        assert chosen(**{name: "torch"}) == "torch"

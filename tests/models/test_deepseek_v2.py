@@ -159,6 +159,46 @@ def test_gradients_through_a_state_are_those_without_one() -> None:
     assert_close(found, expected, looser=20, reason="a backward sums over tokens and layers")
 
 
+@pytest.mark.parametrize(
+    "leaf", [f"layers.0.attn.{name}.weight" for name in ("latent_norm", "up", "q_up", "q_norm", "out")]
+)
+def test_a_gradient_of_one_leaf_alone_goes_through_a_state(leaf: str) -> None:
+    """Whichever tensor brings it into a layer: pages that a backward needs, or that an older state has, stay."""
+    one = pair("full", 1)
+    tree = params.put(one.params, leaf, params.at(one.params, leaf).clone().requires_grad_())
+    (ids,) = tokens(one, 9)
+    empty = state = one.model.init_state(1, 16, page_size=4)
+    logits = []
+    for part in (ids[:4], ids[4:5], ids[5:]):
+        out, state = one.model.forward(tree, state, fm.Batch.from_lists([part], state))
+        logits.append(out.logits)
+    total_loss([torch.cat(logits)], [ids]).backward()
+    assert not any(pool.requires_grad for pool in empty.pools())
+    expected = torch.func.grad(
+        lambda weights: total_loss([one.model.forward(weights, None, fm.Batch.from_lists([ids]))[0].logits], [ids])
+    )(one.params)
+    found = params.at(tree, leaf).grad
+    assert_close(found, params.at(expected, leaf), looser=20, reason="a backward sums over tokens and layers")
+
+
+@torch.no_grad()
+def test_one_axis_of_positions_turns_queries_and_keys() -> None:
+    """As far as they are apart: the first places shifted change nothing, spread ones do; images have more axes."""
+    one = pair("full", 1)
+    (ids,) = tokens(one, 6)
+    batch = fm.Batch.from_lists([ids])
+
+    def logits(*places: int) -> Tensor:
+        return one.model.forward(one.params, None, replace(batch, positions=torch.tensor([places])))[0].logits
+
+    plain = one.model.forward(one.params, None, batch)[0].logits
+    assert torch.equal(logits(*range(6)), plain)
+    assert_close(logits(*range(7, 13)), plain, looser=10, reason="angles of other places are rounded otherwise")
+    assert (logits(0, 5, 9, 20, 21, 40) - plain).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="positions have 3 axes, and this model takes those of text"):
+        one.model.forward(one.params, None, replace(batch, positions=torch.zeros(3, 6, dtype=torch.int64)))
+
+
 # Any split, any rollback gives the same
 
 
@@ -431,6 +471,9 @@ def test_wrong_shapes_are_named() -> None:
     one = pair("full", 0)
     short = params.put(one.params, "layers.0.attn.q_up.weight", one.params.layers[0].attn.q_up.weight[:-1])
     with pytest.raises(ValueError, match=r"latent_attention: queries have \d+ channels, expected \d+ \(\d heads of 12"):
+        one.model.forward(short, None, fm.Batch.from_lists([[1, 2]]))
+    short = params.put(one.params, "layers.0.attn.up.weight", one.params.layers[0].attn.up.weight[:-1])
+    with pytest.raises(ValueError, match=r"latent_attention: up.weight has \d+ rows, expected \d+ \(\d heads with"):
         one.model.forward(short, None, fm.Batch.from_lists([[1, 2]]))
     state = build(sizes("full", 0) | {"kv_lora_rank": 18}).model.init_state(1, 8)
     with pytest.raises(fm.StateError, match=r"the state's latents have 18 channels and rope keys (\d+), .* 14 and \1;"):

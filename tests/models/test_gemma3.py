@@ -206,6 +206,52 @@ def total_loss(logits: Sequence[Tensor], ids: list[list[int]]) -> Tensor:
     return torch.stack(each).sum()
 
 
+@pytest.mark.parametrize("leaf", [f"layers.0.attn.{name}.weight" for name in ("q_norm", "k_norm", "out")])
+def test_a_gradient_of_one_leaf_alone_goes_through_a_state(leaf: str) -> None:
+    """Whichever tensor brings it into a layer: pages that a backward needs, or that an older state has, stay."""
+    one = pair(1)
+    tree = params.put(one.params, leaf, params.at(one.params, leaf).clone().requires_grad_())
+    (ids,) = tokens(one, 9)
+    empty = state = one.model.init_state(1, 16, page_size=4)
+    logits = []
+    for part in (ids[:4], ids[4:5], ids[5:]):
+        out, state = one.model.forward(tree, state, fm.Batch.from_lists([part], state))
+        logits.append(out.logits)
+    total_loss([torch.cat(logits)], [ids]).backward()
+    assert not any(pool.requires_grad for pool in empty.pools())
+    expected = torch.func.grad(
+        lambda weights: total_loss([one.model.forward(weights, None, fm.Batch.from_lists([ids]))[0].logits], [ids])
+    )(one.params)
+    found = params.at(tree, leaf).grad
+    assert_close(found, params.at(expected, leaf), looser=20, reason="a backward sums over tokens and layers")
+
+
+@torch.no_grad()
+def test_one_axis_of_positions_turns_queries_and_keys() -> None:
+    """As far as they are apart: the first places shifted change nothing, spread ones do; images have more axes."""
+    one = pair(1)
+    (ids,) = tokens(one, 6)
+    batch = fm.Batch.from_lists([ids])
+
+    def logits(*places: int) -> Tensor:
+        return one.model.forward(one.params, None, replace(batch, positions=torch.tensor([places])))[0].logits
+
+    plain = one.model.forward(one.params, None, batch)[0].logits
+    assert torch.equal(logits(*range(6)), plain)
+    assert_close(logits(*range(7, 13)), plain, looser=10, reason="angles of other places are rounded otherwise")
+    assert (logits(0, 5, 9, 20, 21, 40) - plain).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="positions have 3 axes, and this model takes those of text"):
+        one.model.forward(one.params, None, replace(batch, positions=torch.zeros(3, 6, dtype=torch.int64)))
+
+
+def test_a_state_of_other_heads_is_refused() -> None:
+    one = pair(1)
+    heads = one.config.num_key_value_heads
+    other = build(sizes(1) | {"head_dim": one.config.head_dim * 2}).model.init_state(1, 8)
+    with pytest.raises(fm.StateError, match=f"the state has {heads} key/value heads of {one.config.head_dim * 2}, the"):
+        advance(one, other, [[1]])
+
+
 # Any split gives the same
 
 

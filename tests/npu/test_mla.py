@@ -278,16 +278,21 @@ def test_rows_that_share_a_prefix(kernel: str) -> None:
     assert (shared.run(kernel).double() - shared.expected()).abs().max() <= BOUNDS[torch.bfloat16]
 
 
+FEW = "rows of up to 8 new tokens read latents as they lie where npu_fia_absorbed takes them; else "
+MERGE = "from two rows on, two calls and a merge take less than a call a row"
+ALONE = "one row needs no merge: one call over its prefix and new tokens"
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     ("counts", "past", "sizes", "kernel", "why"),
     [
-        ((1, 1), (9, 3), Sizes(4), ABSORBED, "rows of up to 8 new tokens read latents as they lie"),
-        ((8, 2), (9, 3), Sizes(4), ABSORBED, "rows of up to 8 new tokens read latents as they lie"),
-        ((9, 2), (9, 3), Sizes(4), TWO, "from two rows on, two calls and a merge take less than a call a row"),
-        ((9,), (9,), Sizes(4), CONCAT, "one row needs no merge: one call over its prefix and new tokens"),
-        ((1, 1), (9, 3), Sizes(4, rope=0), TWO, "rows of up to 8 new tokens read latents as they lie"),
-        ((1,), (9,), Sizes(3), TWO, "rows of up to 8 new tokens read latents as they lie"),
+        ((1, 1), (9, 3), Sizes(4), ABSORBED, FEW + MERGE),
+        ((8, 2), (9, 3), Sizes(4), ABSORBED, FEW + MERGE),
+        ((9, 2), (9, 3), Sizes(4), TWO, MERGE),
+        ((9,), (9,), Sizes(4), CONCAT, ALONE),
+        ((1, 1), (9, 3), Sizes(4, rope=0), TWO, FEW + MERGE),
+        ((1,), (9,), Sizes(3), CONCAT, FEW + ALONE),
     ],
 )
 def test_the_choice_by_shape(

@@ -26,16 +26,21 @@ def fused(low: Lowered) -> Counter[str]:
     return Counter(operator.name for operator in call.operators if not operator.name.startswith("aten."))
 
 
+SIZES = ((100, 768, (1, 2, 4, 8, 16, 32, 64, 128)), (256, 2048, (1, 4, 16, 32)), (1024, 8192, (1, 4, 8)))
+"""New tokens, cached ones, and numbers of rows."""
 ROWS: dict[str, tuple[Any, Any]] = {
-    "2": ((100,) * 2, (768,) * 2), "8": ((100,) * 8, (768,) * 8), "32": ((100,) * 32, (768, 0) * 16),
-    "mixed": (MIXED, (768, *[0] * 9)), "idle": ((5, 0, 7), (9, 30, 130)),
-}  # fmt: skip
+    f"{rows}x{new}x{past}": ((new,) * rows, (past,) * rows) for new, past, each in SIZES for rows in each
+} | {
+    "32x100, every second on 768": ((100,) * 32, (768, 0) * 16),
+    "mixed": (MIXED, (768, *[0] * 9)),
+    "idle": ((5, 0, 7), (9, 30, 130)),
+}
 
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_calls_a_layer(rows: str) -> None:
     """Two passes and a merge are three calls whatever the rows; else it is one call a row with new tokens."""
-    call = made(*ROWS[rows], Sizes(4), page_size=128)
+    call = made(*ROWS[rows], Sizes(16 if rows.startswith("16x100") else 4), page_size=128)
     for kernel, expected in ((TWO, 3), (CONCAT, sum(map(bool, call.counts))), (RING, 2)):
         low = lowered(call, kernel)
         (row,) = (row for row in low.cost_analysis().rows if row.op == OP.name)
