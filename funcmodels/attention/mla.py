@@ -113,9 +113,10 @@ def latent_attention(
             f"latent_attention: queries have {q.shape[1]} channels, expected {heads * (nope_dim + rope_dim)} "
             f"({heads} heads of {nope_dim} without rope and {rope_dim} with it)"
         )
-    if params.up.weight.shape[0] != heads * (nope_dim + v_dim):
+    up_rows = plain(params.up.weight).shape[0]
+    if up_rows != heads * (nope_dim + v_dim):
         raise ValueError(
-            f"latent_attention: up.weight has {params.up.weight.shape[0]} rows, expected {heads * (nope_dim + v_dim)} "
+            f"latent_attention: up.weight has {up_rows} rows, expected {heads * (nope_dim + v_dim)} "
             f"({heads} heads with keys of {nope_dim} and values of {v_dim})"
         )
     q = rearrange(q, "tokens (heads dim) -> tokens heads dim", heads=heads)
