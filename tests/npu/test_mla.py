@@ -53,9 +53,9 @@ class Made:
         with lowering.use(Policy({OP.name: kernel}), target=target):
             return OP(*self.args, **self.kwargs)
 
-    def expected(self) -> Tensor:
-        """Row by row, head by head, in float64; zeros for padding."""
-        q_nope, q_rope, up = self.args[0], self.args[1], self.args[6].double()
+    def expected(self, rounded: bool = False) -> Tensor:
+        """Row by row, head by head, in float64; zeros for padding. If `rounded`, over keys and values of q's dtype."""
+        q_nope, q_rope, up = self.args[0], self.args[1], self.args[6]
         sizes, scale = self.sizes, self.kwargs["scale"]
         out = torch.zeros(*q_nope.shape[:2], sizes.v, dtype=torch.float64)
         start = 0
@@ -63,11 +63,12 @@ class Made:
             later = torch.ones(count, len(latent)).triu(len(latent) - count + 1).bool()
             for head in range(sizes.heads):
                 rows = up[head * (sizes.nope + sizes.v) :][: sizes.nope + sizes.v]
-                scores = q_nope[start : start + count, head].double() @ (latent.double() @ rows[: sizes.nope].T).T
+                both = (latent @ rows.T).double() if rounded else latent.double() @ rows.double().T
+                scores = q_nope[start : start + count, head].double() @ both[:, : sizes.nope].T
                 if q_rope is not None:
                     scores += q_rope[start : start + count, head].double() @ rope.double().T
                 weights = (scale * scores).masked_fill(later, -torch.inf).softmax(-1)
-                out[start : start + count, head] = weights @ latent.double() @ rows[sizes.nope :].T
+                out[start : start + count, head] = weights @ both[:, sizes.nope :]
             start += count
         return out
 
@@ -75,12 +76,12 @@ class Made:
 def made(
     counts: Sequence[int], past: Sequence[int], sizes: Sizes = Sizes(), dtype: torch.dtype = torch.bfloat16, *,
     page_size: int = 128, layout: str = "nd", padding: int = 0, filler: float = 0.0, sharpness: float = 1.0,
-    seed: int = 0,
+    seed: int = 0, picks: bool = False,
 ) -> Made:  # fmt: skip
     """Pages in random order among NaN; `filler` is what padding tokens hold.
 
-    A `sharpness` other than 1 multiplies the logits. Then the up-projection picks channels, so that no key and no
-    absorbed query is rounded, whose error the logits' size would multiply.
+    `sharpness` multiplies the logits, and with them what the rounding of keys or of absorbed queries does. Where the
+    up-projection `picks` channels, none is rounded.
     """
     draw = Draw(dtype, seed)
     lengths = [count + before for count, before in zip(counts, past, strict=True)]
@@ -108,7 +109,7 @@ def made(
     q[sum(counts) :] = filler
     q_nope, q_rope = q.split((sizes.nope, sizes.rope), -1)
     up = draw.normal(sizes.heads * (sizes.nope + sizes.v), sizes.latent) / sizes.latent**0.5
-    up = picking(sizes, dtype) if sharpness != 1 else up
+    up = picking(sizes, dtype) if picks else up
     if not sizes.rope:
         q_rope, new[1], pools[1] = None, None, None
     host = HostLengths(tuple(counts), tuple(lengths), tuple(pages), exact=True)
@@ -174,8 +175,10 @@ CALLS: dict[str, Callable[[torch.dtype], Made]] = {
     "decode_tiled": lambda dtype: made((1, 0, 1), (128, 30, 40), Sizes(4), dtype, layout="nz", padding=2),
     "verify": lambda dtype: made((4, 4, 4), (5, 126, 0), Sizes(4), dtype),
     "all_idle": lambda dtype: made((0, 0), (5, 0), Sizes(4), dtype, padding=2, filler=torch.nan),
-    "large_logits": lambda dtype: made((12, 7, 5), (200, 0, 3), Sizes(4), dtype, sharpness=30.0),
-    "large_logits_tiled": lambda dtype: made((2, 3), (140, 9), Sizes(2), dtype, sharpness=30.0, layout="nz"),
+    "large_logits": lambda dtype: made((12, 7, 5), (200, 0, 3), Sizes(4), dtype, sharpness=30.0, picks=True),
+    "large_logits_tiled": lambda dtype: made(
+        (2, 3), (140, 9), Sizes(2), dtype, sharpness=30.0, layout="nz", picks=True
+    ),
     "without_rope": lambda dtype: made((5, 0, 8), (9, 3, 0), Sizes(3, rope=0), dtype, padding=2),
     "keys_of_192": lambda dtype: made((5, 3), (9, 150), Sizes(3, 128, 64, 192, 512), dtype),
     "joined": lambda dtype: made((5, 3), (9, 150), Sizes(3, 160, 32, 128, 64), dtype),
@@ -252,6 +255,14 @@ def test_strided_arguments(kernel: str) -> None:
         args[at] = torch.stack((args[at], args[at]), -1)[..., 0]
     assert not any(args[at].is_contiguous() for at in (0, 1, 2, 3, 6, 7, 8, 9))
     assert torch.equal(Made(tuple(args), call.kwargs, call.held, call.counts, call.sizes).run(kernel), call.run(kernel))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernel", [TWO, CONCAT, RING])
+def test_large_logits_of_rounded_keys(kernel: str, dtype: torch.dtype) -> None:
+    """Given the keys and values that half precision makes of latents, attention adds no more than it does elsewhere."""
+    call = made((12, 7, 5), (200, 0, 30), Sizes(4), dtype, sharpness=30.0)
+    assert (call.run(kernel).double() - call.expected(rounded=True)).abs().max() <= BOUNDS[dtype]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
