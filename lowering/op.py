@@ -180,7 +180,8 @@ class Op:
         """Register the rule that orders the kernels on these targets by a call's shapes.
 
         The rule has the op's signature and returns names of kernels and one sentence that says why. Those that it does
-        not name are tried after them, in the order registered. A kernel that a policy asks for is tried alone.
+        not name are tried after them, in the order registered; fused ones always come before portable ones. A kernel
+        that a policy asks for is tried alone.
         """
 
         def register(rule: Order) -> Order:
@@ -231,16 +232,16 @@ class Op:
         ordered, why = self._ordered(target, args, kwargs) if asked is None else ([self.kernel_named(asked)], "")
         rest = [] if asked else [kernel for kernel in self.kernels.values() if kernel not in ordered]
         refused = {FUSED: self.lacking[target.name]} if target.name in self.lacking and asked is None else {}
-        for at, kernel in enumerate((*ordered, *rest)):
+        # A rule weighs kernels of a kind; portable ones stand behind whatever is fused.
+        for kernel in sorted((*ordered, *rest), key=_portable) if ordered else rest:
             if kernel.name == REFERENCE and mode.policy.strict and asked is None:
                 refused[kernel.name] = "strict=True leaves the Torch reference out"
                 continue
             reason = _refusal(kernel, target, surroundings, args, kwargs)
             if reason is None:
-                # A rule weighs fused kernels against each other; portable ones stand behind them for what these refuse.
-                alike = [later for later in ordered[at + 1 :] if bool(later.operators) == bool(kernel.operators)]
-                passed_over = {later.name: why for later in alike if later.serves(target)}
-                return Choice(self.name, kernel, refused | passed_over, target, source)
+                later = ordered[ordered.index(kernel) + 1 :] if kernel in ordered else []
+                alike = [other for other in later if _portable(other) == _portable(kernel) and other.serves(target)]
+                return Choice(self.name, kernel, refused | {other.name: why for other in alike}, target, source)
             refused[kernel.name] = reason
         if asked is not None and not self.kernels[asked].serves(target):
             raise LoweringError(self._elsewhere(self.kernels[asked], mode, surroundings, args, kwargs))
@@ -278,6 +279,10 @@ def op(body: Callable[..., Any] | None = None, *, contains: tuple[str, ...] = ()
     kernel of that name and nobody asked for one of its own.
     """
     return functools.partial(Op, contains=contains) if body is None else Op(body, contains)
+
+
+def _portable(kernel: Kernel) -> bool:
+    return not kernel.operators
 
 
 def _refusal(kernel: Kernel, target: Target, surroundings: str, args: Any, kwargs: Any) -> str | None:
