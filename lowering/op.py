@@ -232,8 +232,11 @@ class Op:
         ordered, why = self._ordered(target, args, kwargs) if asked is None else ([self.kernel_named(asked)], "")
         rest = [] if asked else [kernel for kernel in self.kernels.values() if kernel not in ordered]
         refused = {FUSED: self.lacking[target.name]} if target.name in self.lacking and asked is None else {}
-        # A rule weighs kernels of a kind; portable ones stand behind whatever is fused.
-        for kernel in sorted((*ordered, *rest), key=_portable) if ordered else rest:
+        tried = [*ordered, *rest]
+        if ordered:
+            # A rule weighs kernels of a kind; portable ones stand behind whatever is fused here.
+            tried.sort(key=lambda kernel: _portable(kernel) or not kernel.serves(target))
+        for kernel in tried:
             if kernel.name == REFERENCE and mode.policy.strict and asked is None:
                 refused[kernel.name] = "strict=True leaves the Torch reference out"
                 continue
