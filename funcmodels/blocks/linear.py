@@ -85,3 +85,10 @@ def project(params: Linear, x: Float[Tensor, "*lead inputs"]) -> Float[Tensor, "
 def norm_spec(dim: int, init: Init) -> Norm:
     """Spec of a norm weight; gemma norms start at zeros, plain ones at ones."""
     return unchecked(GemmaNorm if init == "zeros" else Norm, weight=TensorSpec((dim,), init))
+
+
+def head_weight(embed: Embedding, head: Linear | None) -> Any:
+    """The output projection's weight: its own, or the embedding's where the two are tied."""
+    if head is not None:
+        return head.weight
+    return embed.weight if embed.head is None else embed.head

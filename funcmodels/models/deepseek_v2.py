@@ -18,7 +18,7 @@ from params.tree import tree, unchecked
 
 from ..attention.mla import LatentAttention, LatentPages, latent_attention, latent_attention_spec, latent_pages
 from ..batch import Batch
-from ..blocks.linear import Embedding, Linear, Norm, linear_spec, norm_spec
+from ..blocks.linear import Embedding, Linear, Norm, head_weight, linear_spec, norm_spec
 from ..blocks.mlp import GroupedMoe, Mlp, grouped_moe, grouped_moe_spec, mlp, mlp_spec
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state import Entry, State
@@ -115,14 +115,8 @@ def forward(
         normed, x = ops.add_rms_norm(fed, x, next_norm.weight, eps=eps)
         taps.offer(f"layers.{index}", x)
         entries.append(entry)
-    return Output(head_logits(normed, _head(params), step, logits), normed, taps.taken()), finish(step, entries)
-
-
-def _head(params: DeepseekV2Params) -> Any:
-    """The output projection's weight: its own, or the embedding's where the two are tied."""
-    if params.head is not None:
-        return params.head.weight
-    return params.embed.weight if params.embed.head is None else params.embed.head
+    found = head_logits(normed, head_weight(params.embed, params.head), step, logits)
+    return Output(found, normed, taps.taken()), finish(step, entries)
 
 
 def _tap_names(config: DeepseekV2Config) -> list[str]:

@@ -20,7 +20,7 @@ from params.tree import tree, unchecked
 
 from ..attention.gqa import Attention, KeyValuePages, attention, attention_spec, key_value_pages
 from ..batch import Batch
-from ..blocks.linear import Embedding, Linear, Norm, linear_spec, norm_spec
+from ..blocks.linear import Embedding, Linear, Norm, head_weight, linear_spec, norm_spec
 from ..blocks.mlp import Mlp, mlp_spec
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state import Entry, State
@@ -167,12 +167,5 @@ def _logits(
     config: Gemma3Config, params: Gemma3Params, hidden: Float[Tensor, "tokens hidden"], step: Step, logits: LogitsOf
 ) -> Float[Tensor, "positions vocab"]:
     cap = config.final_logit_softcapping
-    found = head_logits(hidden, _head(params), step, logits)
+    found = head_logits(hidden, head_weight(params.embed, params.head), step, logits)
     return torch.tanh(found / cap) * cap if cap else found
-
-
-def _head(params: Gemma3Params) -> Any:
-    """The output projection's weight: its own, or the embedding's, which is not scaled here."""
-    if params.head is not None:
-        return params.head.weight
-    return params.embed.weight if params.embed.head is None else params.embed.head

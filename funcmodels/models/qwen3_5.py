@@ -19,7 +19,7 @@ from params.tree import tree, unchecked
 from ..attention.gated_delta import DeltaNet, DeltaNetState, delta_net, delta_net_spec, delta_net_state
 from ..attention.gqa import GatedAttention, KeyValuePages, gated_attention, gated_attention_spec, key_value_pages
 from ..batch import Batch
-from ..blocks.linear import Embedding, Linear, Norm, linear_spec, norm_spec
+from ..blocks.linear import Embedding, Linear, Norm, head_weight, linear_spec, norm_spec
 from ..blocks.mlp import Mlp, SharedExpertMoe, mlp, mlp_spec, moe, moe_spec
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state import Entry, State
@@ -131,7 +131,8 @@ def forward(
     step = begin(state, batch, keep_steps)
     x = ops.embedding(batch.tokens, params.embed.weight)
     hidden, entries = decoder_layers(config, params.layers, params.norm, x, batch, step, taps)
-    return Output(head_logits(hidden, head_weight(params), step, logits), hidden, taps.taken()), finish(step, entries)
+    found = head_logits(hidden, head_weight(params.embed, params.head), step, logits)
+    return Output(found, hidden, taps.taken()), finish(step, entries)
 
 
 def decoder_layers(
@@ -152,13 +153,6 @@ def decoder_layers(
         taps.offer(f"layers.{index}", x)
         entries.append(entry)
     return normed, entries
-
-
-def head_weight(params: Qwen35Params) -> Any:
-    """The output projection's weight: its own, or the embedding's where the two are tied."""
-    if params.head is not None:
-        return params.head.weight
-    return params.embed.weight if params.embed.head is None else params.embed.head
 
 
 def _tap_names(config: Qwen35Config) -> list[str]:

@@ -13,10 +13,11 @@ from lowering import ops
 
 from ..attention.gqa import key_value_pages
 from ..batch import Batch
+from ..blocks.linear import head_weight
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state import Entry, State
 from ..step import begin, finish
-from .qwen3_5 import Qwen35Params, decoder_layers, head_weight
+from .qwen3_5 import Qwen35Params, decoder_layers
 from .qwen3_5_config import Qwen35Config
 
 
@@ -54,11 +55,12 @@ def mtp_forward(
     normed = ops.gemma_rms_norm(hidden, mtp.hidden_norm.weight, eps=eps)
     x = ops.linear(torch.cat((embedded, normed), -1), mtp.fc.weight)
     hidden, entries = decoder_layers(config, mtp.layers, mtp.norm, x, batch, step, Taps((), ()))
-    return Output(head_logits(hidden, head_weight(params), step, logits), hidden, {}), finish(step, entries)
+    found = head_logits(hidden, head_weight(params.embed, params.head), step, logits)
+    return Output(found, hidden, {}), finish(step, entries)
 
 
 def mtp_logits(
     config: Qwen35Config, params: Qwen35Params, hidden: Float[Tensor, "rows hidden"]
 ) -> Float[Tensor, "rows vocab"]:
     """Logits of hidden states that `mtp_forward` returned."""
-    return ops.linear(hidden, head_weight(params))
+    return ops.linear(hidden, head_weight(params.embed, params.head))

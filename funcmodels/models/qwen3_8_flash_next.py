@@ -31,7 +31,7 @@ from ..attention.qsa import (
 )
 from ..batch import Batch
 from ..blocks.hyper_connection import HyperConnection, hyper_connection_spec, read_streams
-from ..blocks.linear import Embedding, Linear, Norm, linear_spec, norm_spec
+from ..blocks.linear import Embedding, Linear, Norm, head_weight, linear_spec, norm_spec
 from ..blocks.mlp import SharedExpertMoe, moe, moe_spec
 from ..blocks.ngram_embedding import NgramEmbedding, NgramState, ngram_embedding, ngram_embedding_spec, ngram_state
 from ..output import LogitsOf, Output, Taps, head_logits
@@ -205,7 +205,7 @@ def forward(
         entries.append(entry)
     mixed, _ = read_streams(params.mixer, x, eps=config.rms_norm_eps)
     taps.offer("mixed", mixed)
-    found = head_logits(mixed, head_weight(params), step, logits)
+    found = head_logits(mixed, head_weight(params.embed, params.head), step, logits)
     return Output(found, x.flatten(1), taps.taken()), finish(step, entries)
 
 
@@ -281,13 +281,6 @@ def _mix(
     taps.offer(f"{name}.blocks", chosen.blocks)
     taps.offer(f"{name}.output_gate", chosen.gate)
     return y, past
-
-
-def head_weight(params: FlashNextParams) -> Any:
-    """The output projection's weight: its own, or the embedding's where the two are tied."""
-    if params.head is not None:
-        return params.head.weight
-    return params.embed.weight if params.embed.head is None else params.embed.head
 
 
 def with_index(model: Model, *, budget: int | None = None, ratio: int | None = None) -> Model:

@@ -14,10 +14,11 @@ from lowering import ops
 
 from ..batch import Batch
 from ..blocks.hyper_connection import read_streams
+from ..blocks.linear import head_weight
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state import Entry, State
 from ..step import begin, finish
-from .qwen3_8_flash_next import FlashNextParams, Mtp, decoder_layer, head_weight, index_entry, place_angles
+from .qwen3_8_flash_next import FlashNextParams, Mtp, decoder_layer, index_entry, place_angles
 from .qwen3_8_flash_next_config import FlashNextConfig
 
 
@@ -56,7 +57,7 @@ def mtp_forward(
         x, entry = decoder_layer(config, layer, x, batch, index, step, rotary, Taps((), ()))
         entries.append(entry)
     mixed, _ = read_streams(mtp.mixer, x, eps=eps)
-    found = head_logits(mixed, head_weight(params), step, logits)
+    found = head_logits(mixed, head_weight(params.embed, params.head), step, logits)
     return Output(found, x.flatten(1), {}), finish(step, entries)
 
 
@@ -66,7 +67,7 @@ def mtp_logits(
     """Logits of the streams that `mtp_forward` returned."""
     streams = hidden.unflatten(-1, (config.hc_count, -1))
     mixed, _ = read_streams(_head(params).mixer, streams, eps=config.rms_norm_eps)
-    return ops.linear(mixed, head_weight(params))
+    return ops.linear(mixed, head_weight(params.embed, params.head))
 
 
 def _head(params: FlashNextParams) -> Mtp:

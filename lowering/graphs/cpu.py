@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -43,5 +43,5 @@ class Inductor(Fx):
                 "jit: the kernels chosen take row lengths from the host, which compiled code would freeze; name "
                 'backend="fx", or ask for other kernels'
             )
-        run = compile(program.graph, list(inputs))
-        return lambda inputs, host: run(*inputs)  # type: ignore[operator]
+        run: Any = compile(program.graph, list(inputs))
+        return lambda inputs, host: run(*inputs)

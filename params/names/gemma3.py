@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from params.names.rules import Ignore, Names, Plain, Rows, Rule
+from params.names.rules import INSIDE_A_WRAPPER, Ignore, Names, Plain, Rows, Rule
 
 
 def _layer(tree: str, file: str) -> dict[str, Rule]:
@@ -33,12 +33,7 @@ NAMES = Names(
         "head.weight": Plain("lm_head.weight"),
         **_layer("layers.{i}", "model.layers.{i}"),
     },
-    prefixes=(
-        ("model.language_model.", "model."),
-        ("language_model.model.", "model."),
-        ("language_model.lm_head.", "lm_head."),
-        ("language_model.", "model."),
-    ),
+    prefixes=INSIDE_A_WRAPPER,
     ignore=(
         Ignore("model.vision_tower.**", "vision tower, this model reads text"),
         Ignore("vision_tower.**", "vision tower, this model reads text"),

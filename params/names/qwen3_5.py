@@ -6,7 +6,7 @@ value heads in this order.
 
 from __future__ import annotations
 
-from params.names.rules import Beside, Experts, Ignore, Names, Plain, Rows, Rule, Squeeze
+from params.names.rules import INSIDE_A_WRAPPER, Beside, Experts, Ignore, Names, Plain, Rows, Rule, Squeeze
 
 
 def _layer(tree: str, file: str) -> dict[str, Rule | Beside]:
@@ -53,12 +53,7 @@ NAMES = Names(
         "mtp.norm.weight": Plain("mtp.norm.weight"),
         **_layer("mtp.layers.{i}", "mtp.layers.{i}"),
     },
-    prefixes=(
-        ("model.language_model.", "model."),
-        ("language_model.model.", "model."),
-        ("language_model.lm_head.", "lm_head."),
-        ("language_model.", "model."),
-    ),
+    prefixes=INSIDE_A_WRAPPER,
     ignore=(
         Ignore("model.visual.**", "vision tower, this model reads text"),
         Ignore("visual.**", "vision tower, this model reads text"),

@@ -6,7 +6,7 @@ value heads in this order, `index_qk_proj` the index query heads, then the index
 
 from __future__ import annotations
 
-from params.names.rules import Beside, Experts, Ignore, Names, Plain, Rows, Rule, Shards, Squeeze
+from params.names.rules import INSIDE_A_WRAPPER, Beside, Experts, Ignore, Names, Plain, Rows, Rule, Shards, Squeeze
 
 
 def _connection(tree: str, file: str, inject: bool) -> dict[str, Rule | Beside]:
@@ -86,12 +86,7 @@ NAMES = Names(
         "layers.{i}.ngrams.offsets": f"{_HASH}.ngram_heads_offsets",
         "layers.{i}.ngrams.table_scale": f"{_HASH}.ngram_embedding.weight_scale",
     },
-    prefixes=(
-        ("model.language_model.", "model."),
-        ("language_model.model.", "model."),
-        ("language_model.lm_head.", "lm_head."),
-        ("language_model.", "model."),
-    ),
+    prefixes=INSIDE_A_WRAPPER,
     ignore=(
         Ignore("model.visual.**", "vision tower, this model reads text"),
         Ignore("visual.**", "vision tower, this model reads text"),

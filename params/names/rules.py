@@ -162,6 +162,15 @@ def _fits(pattern: list[str], words: list[str]) -> bool:
     return fnmatchcase(words[0], pattern[0]) and _fits(pattern[1:], words[1:])
 
 
+INSIDE_A_WRAPPER = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("language_model.", "model."),
+)
+"""How names begin where a text model is part of one that sees images too, and how they begin in the text model."""
+
+
 @dataclass(frozen=True)
 class Names:
     """A family's spelling of its parameters.
