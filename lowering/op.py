@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import SUPPORTED_NODES
 
 from params import tree
+from params.quant.values import QuantizedWeight
 
 from . import registry
 from . import target as targets
@@ -61,6 +62,7 @@ class Kernel:
     or maps the operators (tracing, function transforms, gradients).
     `prepare(weight)` makes, once, the weight layout that the kernel wants, or returns None for a weight it leaves.
     `operators` are the operators outside Torch that it calls: it is refused where the target lacks one.
+    `weights` are the kinds of quantised weights that it reads; without any it reads plain ones only.
     """
 
     name: str
@@ -74,10 +76,17 @@ class Kernel:
     eager: bool = False
     prepare: Callable[[Any], Any] | None = None
     operators: tuple[str, ...] = ()
+    weights: tuple[type[QuantizedWeight], ...] = ()
 
     def serves(self, target: Target) -> bool:
         """Whether the kernel was written for this target."""
         return target.name in self.targets
+
+    def reads(self, weight: Any) -> bool:
+        """Whether the kernel was written for weights of this kind. The reference reads all."""
+        if self.name == REFERENCE:
+            return True
+        return isinstance(weight, self.weights) if isinstance(weight, QuantizedWeight) else not self.weights
 
 
 @dataclass(frozen=True)
@@ -155,6 +164,7 @@ class Op:
         eager: bool = False,
         prepare: Callable[[Any], Any] | None = None,
         operators: tuple[str, ...] = (),
+        weights: tuple[type[QuantizedWeight], ...] = (),
     ) -> Callable[[F], F]:
         """Register a kernel. Kernels are tried in the order registered, the reference last; see `order_by`."""
 
@@ -166,7 +176,8 @@ class Op:
                     f"{self.name}: kernel {name!r} takes {inspect.signature(run)}, the op takes {self.signature}"
                 )
             added = Kernel(
-                name, run, targets, refuse, host_reads, batches, forward_ad, differentiable, eager, prepare, operators
+                name, run, targets, refuse, host_reads, batches, forward_ad, differentiable, eager, prepare, operators,
+                weights,
             )  # fmt: skip
             reference = self.kernels.pop(REFERENCE)
             self.kernels |= {name: added, REFERENCE: reference}
@@ -291,9 +302,9 @@ def _portable(kernel: Kernel) -> bool:
 def _refusal(kernel: Kernel, target: Target, surroundings: str, args: Any, kwargs: Any) -> str | None:
     if not kernel.serves(target):
         return f"serves {', '.join(kernel.targets)}; target is {target.name}"
-    owners = [value.kernels for value in (*args, *kwargs.values()) if isinstance(value, PreparedWeight)]
-    if kernel.name != REFERENCE and any(kernel.name not in names for names in owners):
-        return f"takes no weight that was prepared for {', '.join(owners[0])}"
+    unread = _unread_weight(kernel, (*args, *kwargs.values()))
+    if unread is not None:
+        return unread
     if kernel.operators:
         from .npu.features import missing
 
@@ -312,6 +323,22 @@ def _refusal(kernel: Kernel, target: Target, surroundings: str, args: Any, kwarg
     if not kernel.differentiable and surroundings in _DIFFERENTIATED[1:]:
         return f"has no derivative, so it is left out under {surroundings}"
     return None if kernel.refuse is None else kernel.refuse(*args, **kwargs)
+
+
+def _unread_weight(kernel: Kernel, values: tuple[Any, ...]) -> str | None:
+    """A sentence about weights in a form that the kernel was not written for."""
+    if kernel.name == REFERENCE:
+        return None
+    owners = [value.kernels for value in values if isinstance(value, PreparedWeight)]
+    if any(kernel.name not in names for names in owners):
+        return f"takes no weight that was prepared for {', '.join(owners[0])}"
+    quantized = [value for value in values if isinstance(value, QuantizedWeight)]
+    for value in quantized:
+        if not kernel.reads(value):
+            return f"takes no {type(value).__name__} ({value.scheme})"
+    if kernel.weights and not quantized and not owners:
+        return f"takes {' and '.join(kind.__name__ for kind in kernel.weights)}; the weight of this call is plain"
+    return None
 
 
 def _no_kernel(

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, TypeVar
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from params.quant.values import QuantizedWeight, SplitWeight
+
 from . import registry
 from . import target as targets
 from .errors import LoweringError
@@ -36,8 +38,10 @@ class PreparedWeight:
         )
 
 
-def plain(weight: Tensor | PreparedWeight) -> Tensor:
-    """A weight as the op's reference reads it."""
+def plain(weight: Tensor | PreparedWeight | QuantizedWeight) -> Tensor:
+    """A weight as a tensor: a prepared one's plain values, a quantised one's in float32."""
+    if isinstance(weight, QuantizedWeight):
+        return weight.dequantized()
     return weight.plain() if isinstance(weight, PreparedWeight) else weight
 
 
@@ -57,10 +61,14 @@ def prepare(params: T, target: str | Target | None = None) -> T:
     chosen = MODE.get().target if target is None else targets.named(target)
 
     def weight(op: str, plain: Any) -> Any:
-        if not isinstance(plain, Tensor):
+        if isinstance(plain, SplitWeight):
+            return SplitWeight(tuple(weight(op, part) for part in plain.parts))
+        if not isinstance(plain, (Tensor, QuantizedWeight)):
             return plain
         machine = chosen or targets.of_device(plain.device)
         for kernel in registry.find(op).kernels.values():
+            if not kernel.reads(plain):
+                continue
             if kernel.serves(machine) and not (kernel.operators and missing(kernel.operators, machine)):
                 prepared = None if kernel.prepare is None else kernel.prepare(plain)
                 return plain if prepared is None else prepared

@@ -1,0 +1,201 @@
+"""Quantised weights as values: the tensors a checkpoint stores for a projection, and the float weight they stand for.
+
+A parameter tree holds one of these where an unquantised one holds a tensor [outputs inputs], or [experts outputs
+inputs]. The ops that read weights look at its type; models do not.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Float32, Int, Int8, Int32, UInt8
+from torch import Tensor
+
+from params.tree import leaves, static, tree
+
+MX_BLOCK = 32
+"""Elements along the inputs that share an exponent in the MX formats (OCP Microscaling 1.0, section 5.2)."""
+
+
+class QuantizedWeight:
+    """A weight [*experts outputs inputs] in a checkpoint's own form, bit for bit.
+
+    `scheme` is its word in `quant_model_description.json`.
+    """
+
+    scheme: ClassVar[str]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the float weight: experts if there are any, outputs, inputs."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weight lies."""
+        return leaves(self)[0].device
+
+    def static_key(self) -> tuple[object, ...]:
+        """What a choice of kernel may depend on."""
+        return type(self), *((leaf.shape, leaf.dtype) for leaf in leaves(self))
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The float weight, computed in float32 and rounded to `dtype`."""
+        raise NotImplementedError
+
+
+@tree
+class Int8Weight(QuantizedWeight):
+    """W8A8_DYNAMIC: int8 with a scale for each output, or for each group of inputs of an output.
+
+    Meant for activations that are quantised token by token: scale max|x| / 127, no offset.
+    """
+
+    scheme = "W8A8_DYNAMIC"
+
+    values: Int8[Tensor, "*experts outputs inputs"]
+    scale: Float32[Tensor, "*experts outputs groups"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the float weight."""
+        return tuple(self.values.shape)
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """values * scale."""
+        return (self.values.float() * _over_groups(self.scale, self.shape[-1])).to(dtype)
+
+
+@tree
+class StaticInt8Weight(QuantizedWeight):
+    """W8A8: int8 weight, and int8 activations by one scale and offset that were measured beforehand.
+
+    The product is (round(x / input_scale + input_offset) @ values.T + correction) * deq_scale. `deq_scale` is
+    input_scale times the weight's scale, as float32 or, in some checkpoints, with these bits in the low half of an
+    int64. `correction` takes the offset out again and holds the module's bias, if it has one.
+    """
+
+    scheme = "W8A8"
+
+    values: Int8[Tensor, "outputs inputs"]
+    deq_scale: Float32[Tensor, " outputs"] | Int[Tensor, " outputs"]
+    correction: Int32[Tensor, " outputs"]
+    input_scale: Float32[Tensor, " one"]
+    input_offset: Float32[Tensor, " one"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the float weight."""
+        return tuple(self.values.shape)
+
+    def product_scale(self) -> Float32[Tensor, " outputs"]:
+        """`deq_scale` as float32, whichever way it is stored."""
+        stored = self.deq_scale
+        return stored if stored.dtype == torch.float32 else stored.to(torch.int32).view(torch.float32)
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """values * deq_scale / input_scale."""
+        return (self.values.float() * (self.product_scale() / self.input_scale)[:, None]).to(dtype)
+
+
+@tree
+class Int4Weight(QuantizedWeight):
+    """W4A8_DYNAMIC: two int4 outputs in a byte, the even one in the low half; activations as for W8A8_DYNAMIC.
+
+    Weight = int4 * second_scale (each group of inputs, where there is one) * scale (each output). `correction`
+    [outputs 1], or [outputs 16] for partial sums over equal slices of the inputs, is 8 times the sum of an output's
+    weights: Ascend's product of int8 by int4 needs it, the weight's value does not.
+    """
+
+    scheme = "W4A8_DYNAMIC"
+
+    packed: Int8[Tensor, "*experts half_outputs inputs"]
+    scale: Float32[Tensor, "*experts outputs one"]
+    correction: Float32[Tensor, "*experts outputs slices"]
+    second_scale: Float32[Tensor, "*experts outputs groups"] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the float weight."""
+        *experts, half, inputs = self.packed.shape
+        return (*experts, 2 * half, inputs)
+
+    def values(self) -> Int8[Tensor, "*experts outputs inputs"]:
+        """The int4 numbers, -8 to 7, one a byte."""
+        # Shifting left first moves the low half's sign to the byte's.
+        return torch.stack(((self.packed << 4) >> 4, self.packed >> 4), -2).flatten(-3, -2)
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """values * second_scale * scale."""
+        values = self.values().float() * self.scale
+        if self.second_scale is not None:
+            values = values * _over_groups(self.second_scale, self.shape[-1])
+        return values.to(dtype)
+
+
+@tree
+class MXFP8Weight(QuantizedWeight):
+    """W8A8_MXFP8: float8 e4m3 with a power of two for every 32 inputs, the last block perhaps of fewer.
+
+    A byte b of `scale` stands for 2^(b - 127), 255 for NaN. `padding` counts inputs at the left and right that are
+    zeros here and that x does not have: where a slice of a longer row begins or ends inside a block.
+    """
+
+    scheme = "W8A8_MXFP8"
+
+    values: Float[Tensor, "*experts outputs inputs"]
+    scale: UInt8[Tensor, "*experts outputs blocks"]
+    padding: tuple[int, int] = static(default=(0, 0))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the float weight: without the padding."""
+        return (*self.values.shape[:-1], self.values.shape[-1] - sum(self.padding))
+
+    def static_key(self) -> tuple[object, ...]:
+        """What a choice of kernel may depend on."""
+        return *super().static_key(), self.padding
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """values * 2^(scale - 127), without the padding."""
+        inputs = self.values.shape[-1]
+        scale = self.scale.view(torch.float8_e8m0fnu).float().repeat_interleave(MX_BLOCK, -1)[..., :inputs]
+        left, right = self.padding
+        return (self.values.float() * scale)[..., left : inputs - right].to(dtype)
+
+
+@tree
+class SplitWeight(QuantizedWeight):
+    """Projections that read one input but are quantised differently: weights [outputs inputs], one below the other.
+
+    Each part is a tensor, a quantised weight, or what a kernel has prepared from one.
+    """
+
+    scheme = "a scheme for each part"
+
+    parts: tuple[Any, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the float weight."""
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    def static_key(self) -> tuple[object, ...]:
+        """What a choice of kernel may depend on."""
+        keys = ((part.shape, part.dtype) if isinstance(part, Tensor) else part.static_key() for part in self.parts)
+        return type(self), *keys
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The parts' float weights, one below the other."""
+        return torch.cat([dequantized(part, dtype) for part in self.parts])
+
+
+def dequantized(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """A weight, quantised or not, as floating point of `dtype`."""
+    return weight.dequantized(dtype) if isinstance(weight, QuantizedWeight) else weight.to(dtype)
+
+
+def _over_groups(scale: Tensor, inputs: int) -> Tensor:
+    """Scales [... groups] by input [... inputs]; those of one group broadcast."""
+    return scale if scale.shape[-1] == 1 else scale.repeat_interleave(inputs // scale.shape[-1], -1)
