@@ -185,6 +185,18 @@ def _mixtures() -> list[Case]:
     def grouped(*sizes: int, groups: int = 1, kept: int = 1, scale: float = 1.0) -> Callable[[Draw], Arguments]:
         return route(*sizes, groups=groups, kept_groups=kept, scale=scale)
 
+    def sigmoid(
+        tokens: int, experts: int, top_k: int, *, groups: int = 1, kept: int = 1, scale: float = 1.0, renorm: bool = True
+    ) -> Callable[[Draw], Arguments]:
+        # Distinct logits, whose order the bias turns around.
+        def make(draw: Draw) -> Arguments:
+            places = (draw.distinct(experts, tokens, experts) - experts // 2) / 8
+            bias = draw.uniform(-1.0, 1.0, experts)
+            sizes = {"top_k": top_k, "groups": groups, "kept_groups": kept, "scale": scale, "renormalise": renorm}
+            return (places.to(draw.dtype), bias.to(draw.dtype)), sizes
+
+        return make
+
     return [
         Case("route_softmax", "tiny", route(6, 8, 2), 8),
         Case("route_softmax", "wide", route(5, 128, 8), 128),
@@ -192,6 +204,10 @@ def _mixtures() -> list[Case]:
         Case("route_grouped", "lite", grouped(5, 64, 6), 64),
         Case("route_grouped", "v2", grouped(7, 160, 6, groups=8, kept=3, scale=16.0), 160),
         Case("route_grouped", "narrow", grouped(3, 6, 2, groups=3, kept=1, scale=0.5), 6),
+        Case("route_sigmoid", "kimi", sigmoid(5, 64, 8, scale=2.446), 64),
+        Case("route_sigmoid", "groups", sigmoid(7, 40, 6, groups=8, kept=3, scale=2.5), 40),
+        Case("route_sigmoid", "narrow", sigmoid(3, 6, 2, groups=3, kept=2), 6),
+        Case("route_sigmoid", "as_they_are", sigmoid(4, 9, 3, groups=3, kept=1, renorm=False), 9),
         Case("experts", "tiny", _experts(6, 32, 8, 16, 2), 32),
         Case("experts", "one_token", _experts(1, 24, 5, 7, 1), 24),
         Case("experts", "empty", _experts(0, 24, 5, 7, 2), 24),
@@ -479,16 +495,20 @@ def _short_conv(
 
 def delta(
     rows: Rows, k_heads: int, v_heads: int, k_dim: int, v_dim: int, *,
-    state: bool, keep_steps: bool, recurrent: torch.dtype = torch.float32,
+    state: bool, keep_steps: bool, recurrent: torch.dtype = torch.float32, channels: bool = False,
 ) -> Callable[[Draw], Arguments]:  # fmt: skip
-    """Arguments of `gated_delta_rule`: unit keys and queries, nonzero gates, a random state."""
+    """Arguments of `gated_delta_rule`: unit keys and queries, nonzero gates, a random state.
+
+    With `channels` every channel of the keys has its own gate.
+    """
 
     def unit(draw: Draw) -> Tensor:
         return torch.nn.functional.normalize(draw.normal(rows.tokens, k_heads, k_dim), dim=-1)
 
     def make(draw: Draw) -> Arguments:
         q, k, v = unit(draw) * k_dim**-0.5, unit(draw), draw.normal(rows.tokens, v_heads, v_dim)
-        decay, beta = draw.uniform(-2.0, 0.0, rows.tokens, v_heads), draw.uniform(0.0, 1.0, rows.tokens, v_heads)
+        gates = (rows.tokens, v_heads, *([k_dim] if channels else []))
+        decay, beta = draw.uniform(-2.0, 0.0, *gates), draw.uniform(0.0, 1.0, rows.tokens, v_heads)
         before = draw.normal(len(rows.counts) + 1, v_heads, v_dim, k_dim, dtype=recurrent) if state else None
         return (q, k, v, decay, beta, before, rows.query_start()), {**rows.hints(), "keep_steps": keep_steps}
 
@@ -521,6 +541,8 @@ def _linear_attention() -> list[Case]:
             made.append(Case("gated_delta_rule", name, delta(rows, 2, 6, 8, 12, state=window, keep_steps=keep), 130))
             wide = delta(rows, 2, 4, 128, 128, state=window, keep_steps=keep, recurrent=torch.bfloat16)
             made.append(Case("gated_delta_rule", f"{rows.name}_2_4_128_bf16{tail}", wide, 260))
+            kimi = delta(rows, 3, 3, 8, 12, state=window, keep_steps=keep, channels=True)
+            made.append(Case("gated_delta_rule", f"{rows.name}_3_8_12_channels{tail}", kimi, 130))
             apart = _short_conv(rows, 6, 3, window=window, keep_steps=keep, dilation=2)
             made.append(Case("short_conv", f"{rows.name}_6x3_apart{tail}", apart, 3))
         for channels, width in ((16, 2), (128, 3)):
@@ -532,6 +554,8 @@ def _linear_attention() -> list[Case]:
         )
         wide = delta(rows, 16, 16, 128, 128, state=True, keep_steps=False)
         made.append(Case("gated_delta_rule", rows.name, wide, 512, bench=True))
+        kimi = delta(rows, 16, 16, 128, 128, state=True, keep_steps=False, channels=True)
+        made.append(Case("gated_delta_rule", f"{rows.name}_channels", kimi, 512, bench=True))
     made.append(Case("gated_delta_rule", "decode_8_faded", faded(DECODE_8, 16, 128), 512, bench=True))
     made.append(Case("l2_norm", "heads", lambda draw: ((draw.normal(5, 16, 128),), {"scale": 128**-0.5}), 128))
     made.append(Case("l2_norm", "awkward", lambda draw: ((draw.normal(3, 7),), {}), 7))
@@ -541,12 +565,23 @@ def _linear_attention() -> list[Case]:
     def gates(draw: Draw) -> Arguments:
         return (draw.normal(5, 6), draw.normal(5, 6), draw.uniform(-1.0, 3.0, 6), draw.uniform(-5.0, 1.0, 6)), {}
 
-    def replay(draw: Draw) -> Arguments:
+    def kimi_gates(draw: Draw, **bound: float) -> Arguments:
+        args = draw.normal(5, 6, 8), draw.normal(5, 6), draw.uniform(-1.0, 3.0, 6), draw.uniform(-5.0, 1.0, 6, 8)
+        return args, bound
+
+    def replay(draw: Draw, *channels: int) -> Arguments:
         keys, updates = draw.normal(3, 4, 6, 8, dtype=torch.float32), draw.normal(3, 4, 6, 12, dtype=torch.float32)
-        before, decay = draw.normal(4, 6, 12, 8, dtype=torch.float32), draw.uniform(-2.0, 0.0, 3, 4, 6)
+        before, decay = draw.normal(4, 6, 12, 8, dtype=torch.float32), draw.uniform(-2.0, 0.0, 3, 4, 6, *channels)
         return (before, keys, updates, decay, torch.tensor([0, 4, 2], dtype=torch.int32)), {}
 
-    return [*made, Case("delta_gates", "heads", gates), Case("replay_delta", "accepted_0_4_2", replay, 4)]
+    return [
+        *made,
+        Case("delta_gates", "heads", gates),
+        Case("kimi_gates", "channels", kimi_gates),
+        Case("kimi_gates", "channels_from_-5_on", lambda draw: kimi_gates(draw, lower_bound=-5.0)),
+        Case("replay_delta", "accepted_0_4_2", replay, 4),
+        Case("replay_delta", "accepted_0_4_2_channels", lambda draw: replay(draw, 8), 4),
+    ]
 
 
 def _mix(tokens: int, streams: int, hidden: int, rank: int, *, writes: bool) -> Callable[[Draw], Arguments]:

@@ -26,6 +26,8 @@ from rich.progress import track
 from torch import Tensor
 from torch._C._functorch import get_interpreter_stack
 
+from params.tree import items
+
 from .buckets import Bucket, Buckets, NoBucketError, idle
 from .errors import CaptureError, RecaptureWarning
 from .graphs import BACKENDS, DEFAULTS, Backend, Capture, Flat, Placed, Rehearsal, flattened, trace
@@ -308,9 +310,7 @@ class Jitted:
         """The backend for where the tensors lie; one for all captures there."""
         where = [(name, x.device.type) for name, flat in flats.items() for x in flat.tensors] or [("", "cpu")]
         first, device = where[0]
-        for name, other in where:
-            if other != device:
-                raise CaptureError(f"jit: {name!r} lies on {other}, other arguments on {device}; move it there")
+        _check_together(flats, device)
         name = self.backend or DEFAULTS.get(device)
         if name is None:
             raise CaptureError(f"jit: {first!r} lies on {device}; what is captured lies on {', '.join(DEFAULTS)}")
@@ -380,6 +380,22 @@ def _places(flats: Mapping[str, Flat], wanted: Callable[[str, Tensor], bool]) ->
     """Where the tensors that are wanted, by argument, stand among all."""
     named = [(name, x) for name, flat in flats.items() for x in flat.tensors]
     return [place for place, (name, x) in enumerate(named) if wanted(name, x)]
+
+
+def _check_together(flats: Mapping[str, Flat], device: str) -> None:
+    """`CaptureError` for an argument that does not lie on `device`, or that holds a tensor which lies elsewhere."""
+    for name, flat in flats.items():
+        found = {x.device.type for x in flat.tensors}
+        if len(found) == 1 and found != {device}:
+            raise CaptureError(f"jit: {name!r} lies on {found.pop()}, other arguments on {device}; move it there")
+        if len(found) > 1:
+            apart = ((path, x) for path, x in items(flat.rebuilt(flat.tensors)) if isinstance(x, Tensor))
+            path, other = next((path, x.device.type) for path, x in apart if x.device.type != device)
+            raise CaptureError(
+                f"jit: {path} of {name!r} lies on {other}, the rest on {device}, and a captured program reads nothing "
+                f"that lies elsewhere; move it to {device} (a table of embeddings: load with tables='device'), or call "
+                "the function without jit"
+            )
 
 
 def _check_gradients(flats: Mapping[str, Flat]) -> None:

@@ -25,10 +25,12 @@ T = TypeVar("T")
 class PreparedWeight:
     """A weight in a kernel's own layout: has a `device` and a `static_key()`, and means nothing to other kernels.
 
-    `kernels` are the names of those that read it. A class whose plain values can be had back also has `plain`.
+    `kernels` are the names of those that read it, `shape` is that of the plain weight. A class whose plain values can
+    be had back also has `plain`.
     """
 
     kernels: ClassVar[tuple[str, ...]]
+    shape: tuple[int, ...]
 
     def plain(self) -> Tensor:
         """The weight as the op's reference reads it. `LoweringError` where only its kernel knows the layout."""

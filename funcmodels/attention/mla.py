@@ -5,6 +5,8 @@ DeepSeek-V2; see `lowering.ops.mla` for the arithmetic.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from einops import rearrange
 from jaxtyping import Float
@@ -13,8 +15,9 @@ from torch import Tensor
 from lowering import ops
 from lowering.layouts import NdPages, NzPages, layout_for
 from lowering.weights import PreparedWeight, plain
+from params.quant.values import QuantizedWeight
 from params.spec import TensorSpec
-from params.tree import tree, unchecked
+from params.tree import leaves, tree, unchecked
 
 from ..blocks.linear import Linear, Norm, PrepareWeight, linear_spec, norm_spec, project
 from ..errors import StateError
@@ -26,7 +29,9 @@ from ..step import Step, writable
 class UpProjection:
     """What makes keys and values of latents: per head the rows of its key without rope, then those of its value."""
 
-    weight: Float[Tensor, "up_rows latent_dim"] | PreparedWeight
+    projections: ClassVar[tuple[str, ...]] = ("weight",)
+
+    weight: Float[Tensor, "up_rows latent_dim"] | QuantizedWeight | PreparedWeight
 
     def lower_weights(self, prepare: PrepareWeight) -> UpProjection:
         """With the weight in the layout of the kernel that will read it."""
@@ -113,7 +118,7 @@ def latent_attention(
             f"latent_attention: queries have {q.shape[1]} channels, expected {heads * (nope_dim + rope_dim)} "
             f"({heads} heads of {nope_dim} without rope and {rope_dim} with it)"
         )
-    up_rows = plain(params.up.weight).shape[0]
+    up_rows = params.up.weight.shape[0]
     if up_rows != heads * (nope_dim + v_dim):
         raise ValueError(
             f"latent_attention: up.weight has {up_rows} rows, expected {heads * (nope_dim + v_dim)} "
@@ -132,7 +137,7 @@ def latent_attention(
             f"{latent_dim} and {rope_dim}; make the state with the init_state of a model whose config is that of the "
             "parameters"
         )
-    past = writable(past, q_nope, q_rope, kv, params.latent_norm.weight, plain(params.up.weight))
+    past = writable(past, q_nope, q_rope, kv, params.latent_norm.weight, *leaves(params.up))
     *pages, latent, rope = ops.latent_norm_rope_write(
         past.latent, past.rope, kv, params.latent_norm.weight, *rotary, step.slots, eps=eps
     )
@@ -151,7 +156,7 @@ def _among_themselves(
     latent, rope = kv.split((params.latent_norm.weight.shape[0], q_rope.shape[2]), -1)
     latent = ops.rms_norm(latent, params.latent_norm.weight, eps=eps)
     rope = ops.rotary_interleaved(rope[:, None], *rotary)
-    both = ops.linear(latent, plain(params.up.weight)).unflatten(1, (q_nope.shape[1], -1))
+    both = ops.linear(latent, plain(params.up.weight).to(latent.dtype)).unflatten(1, (q_nope.shape[1], -1))
     k_nope, v = both.split((q_nope.shape[2], v_dim), -1)
     q, k = torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, rope.expand(-1, q_rope.shape[1], -1)), -1)
     return ops.attention(q, k, v, step.query_start, **rows)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
 
 from lowering import ops
+from lowering.weights import PreparedWeight
+from params.quant.values import QuantizedWeight
 from params.spec import Init, TensorSpec
 from params.tree import tree, unchecked
 
@@ -20,7 +22,9 @@ PrepareWeight = Callable[[str, Any], Any]
 class Linear:
     """A projection without bias. Merged projections that read one input are one weight."""
 
-    weight: Float[Tensor, "outputs inputs"]
+    projections: ClassVar[tuple[str, ...]] = ("weight",)
+
+    weight: Float[Tensor, "outputs inputs"] | QuantizedWeight | PreparedWeight
 
     def lower_weights(self, prepare: PrepareWeight) -> Linear:
         """With the weight in the layout of the kernel that will read it."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowering import ops
+from lowering.weights import PreparedWeight
+from params.quant.values import QuantizedWeight
 from params.spec import TensorSpec
 from params.tree import tree, unchecked
 
@@ -25,8 +29,10 @@ class Mlp:
 class Experts:
     """All routed experts, stacked."""
 
-    gate_up: Float[Tensor, "experts twice_inner hidden"]
-    down: Float[Tensor, "experts hidden inner"]
+    projections: ClassVar[tuple[str, ...]] = ("gate_up", "down")
+
+    gate_up: Float[Tensor, "experts twice_inner hidden"] | QuantizedWeight | PreparedWeight
+    down: Float[Tensor, "experts hidden inner"] | QuantizedWeight | PreparedWeight
 
     def lower_weights(self, prepare: PrepareWeight) -> Experts:
         """With the weights in the layout of the kernel that will read them."""
@@ -45,7 +51,7 @@ class SharedExpertMoe:
 
 @tree
 class GroupedMoe:
-    """Routed experts, plus one for every token. The router is float32 whatever the model runs in."""
+    """Routed experts, plus one for every token. The router is float32 whatever the model runs in, or quantised."""
 
     router: Linear
     experts: Experts
@@ -104,7 +110,8 @@ def grouped_moe(
     params: GroupedMoe, x: Float[Tensor, "tokens hidden"], *, top_k: int, groups: int, kept_groups: int, scale: float
 ) -> tuple[Float[Tensor, "tokens hidden"], Routing]:
     """Weighted sum of the experts chosen by `route_grouped`, plus the shared expert; and the choice."""
-    logits = ops.linear(x.to(params.router.weight.dtype), params.router.weight)
+    router = params.router.weight
+    logits = ops.linear(x.to(router.dtype) if isinstance(router, Tensor) else x, router)
     weights, ids = ops.route_grouped(logits, top_k=top_k, groups=groups, kept_groups=kept_groups, scale=scale)
     routed = ops.experts(x, weights.to(x.dtype), ids, params.experts.gate_up, params.experts.down)
     return routed + mlp(params.shared, x), Routing(ids, weights)

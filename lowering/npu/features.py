@@ -49,7 +49,8 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
         "sparse_count", "sparse_mode",
     ),
     "npu_moe_gating_top_k": (
-        "x", "k", "k_group", "group_count", "group_select_mode", "renorm", "norm_type", "routed_scaling_factor",
+        "x", "k", "bias", "k_group", "group_count", "group_select_mode", "renorm", "norm_type",
+        "routed_scaling_factor",
     ),
     "npu_moe_gating_top_k_softmax_v2": ("x", "k", "renorm", "output_softmax"),
     "npu_moe_init_routing_v2": (

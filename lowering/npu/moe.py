@@ -12,7 +12,7 @@ from torch import Tensor
 
 from params.tree import tree
 
-from ..ops.moe import experts, route_grouped, route_softmax
+from ..ops.moe import experts, route_grouped, route_sigmoid, route_softmax
 from ..weights import PreparedWeight, plain
 from .features import npu
 from .kernel import FLOATS, above, empty, fused, wrong_dtype
@@ -35,6 +35,12 @@ class GroupedWeight(PreparedWeight):
     kernels = ("npu_grouped_experts",)
 
     blocked: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the plain weight: experts, outputs, inputs."""
+        experts, inputs, outputs = self.blocked.shape
+        return experts, outputs, inputs
 
     @property
     def device(self) -> torch.device:
@@ -82,6 +88,8 @@ MOST_GROUPED = 2048
 """Experts that the routing in groups takes, each group filled up to a multiple of 32."""
 BY_BEST, SOFTMAX, NORM_FIRST = 0, 0, 0
 """A group is as good as its best expert; scores are a softmax; over all experts, before any is chosen."""
+BY_BEST_TWO, SIGMOID = 1, 1
+"""A group is as good as its two best experts; scores are sigmoids, renormalised over those chosen."""
 
 
 def _refuse_grouped(logits, *, top_k, groups, kept_groups, scale) -> str | None:
@@ -101,6 +109,22 @@ def _route_grouped(logits, *, top_k, groups, kept_groups, scale):
     weights, ids, _ = npu.npu_moe_gating_top_k(
         logits, top_k, k_group=kept_groups, group_count=groups, group_select_mode=BY_BEST, renorm=NORM_FIRST,
         norm_type=SOFTMAX, routed_scaling_factor=scale,
+    )  # fmt: skip
+    return weights, ids
+
+
+def _refuse_sigmoid(logits, bias, *, top_k, groups, kept_groups, scale, renormalise) -> str | None:
+    if not renormalise:
+        return "renormalises over those chosen; this call does not"
+    sizes = {"top_k": top_k, "groups": groups, "kept_groups": kept_groups, "scale": scale}
+    return wrong_dtype(FLOATS, logits=logits, bias=bias) or _refuse_grouped(logits, **sizes)
+
+
+@fused(route_sigmoid, "npu_moe_gating_top_k", "npu_moe_gating_top_k", refuse=_refuse_sigmoid)
+def _route_sigmoid(logits, bias, *, top_k, groups, kept_groups, scale, renormalise):
+    weights, ids, _ = npu.npu_moe_gating_top_k(
+        logits, top_k, bias=bias, k_group=kept_groups, group_count=groups, group_select_mode=BY_BEST_TWO,
+        renorm=NORM_FIRST, norm_type=SIGMOID, routed_scaling_factor=scale,
     )  # fmt: skip
     return weights, ids
 

@@ -56,16 +56,19 @@ def npu_moe_gating_top_k_softmax_v2(
 
 
 def _grouped_like(
-    x: Tensor, k: int, k_group: int, group_count: int, group_select_mode: int, renorm: int, norm_type: int,
-    out_flag: bool, routed_scaling_factor: float, eps: float, **rest: object,
+    x: Tensor, k: int, bias: Tensor | None, k_group: int, group_count: int, group_select_mode: int, renorm: int,
+    norm_type: int, out_flag: bool, routed_scaling_factor: float, eps: float, **rest: object,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     need_default(**rest)
     need_dtype(FLOATS, x=x)
     need_rank(2, 2, x=x)
     experts = x.shape[1]
+    need_one_dtype(x=x, bias=bias)
+    need_shape((experts,), "one an expert", bias=bias)
     need(renorm == 0, f"renorm is {renorm}; the operator takes 0 only")
-    covered = (norm_type, group_select_mode) == (0, 0)
-    need(covered, "the reference covers norm_type 0, a softmax, and group_select_mode 0, a group's best expert")
+    need(norm_type in (0, 1), f"norm_type is {norm_type}; expected 0 (softmax) or 1 (sigmoid)")
+    modes = "0 (a group's best expert) or 1 (its two best)"
+    need(group_select_mode in (0, 1), f"group_select_mode is {group_select_mode}; expected {modes}")
     need(experts <= 2048, f"x has {experts} experts; expected at most 2048")
     need(group_count > 0 and experts % group_count == 0, f"{experts} experts make no {group_count} groups")
     each = experts // group_count
@@ -79,20 +82,23 @@ def _grouped_like(
 
 @operator("npu_moe_gating_top_k", shapes=_grouped_like)
 def npu_moe_gating_top_k(
-    x: Tensor, k: int, k_group: int, group_count: int, group_select_mode: int, renorm: int, norm_type: int,
-    out_flag: bool, routed_scaling_factor: float, eps: float, **rest: object,
+    x: Tensor, k: int, bias: Tensor | None, k_group: int, group_count: int, group_select_mode: int, renorm: int,
+    norm_type: int, out_flag: bool, routed_scaling_factor: float, eps: float, **rest: object,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(weights, expert ids, softmax over all experts: NaN without out_flag). The lower id wins among equals.
+    """(weights, expert ids, scores of all experts: NaN without out_flag). The lower id wins among equals.
 
-    Weights are probabilities of the softmax over all experts times the factor, whichever were chosen.
+    Scores are a softmax over all experts or sigmoids; with the bias added they choose. Weights are the scores of those
+    chosen, renormalised where they are sigmoids, times the factor.
     """
-    every = x.float().softmax(-1)
-    grouped = every.unflatten(-1, (group_count, -1))
-    order = grouped.amax(-1).sort(dim=-1, descending=True, stable=True).indices
+    every = x.float().sigmoid() if norm_type else x.float().softmax(-1)
+    choice = every if bias is None else every + bias.float()
+    grouped = choice.unflatten(-1, (group_count, -1))
+    order = grouped.topk(1 + group_select_mode).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices
     dropped = torch.ones(len(x), group_count, dtype=torch.bool).scatter_(1, order[:, :k_group], False)
     kept = grouped.masked_fill(dropped[..., None], -torch.inf).flatten(1)
     ids = kept.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    weights = every.gather(-1, ids) * routed_scaling_factor
+    weights = every.gather(-1, ids)
+    weights = (weights / (weights.sum(-1, keepdim=True) + eps) if norm_type else weights) * routed_scaling_factor
     return weights.to(x.dtype), ids.int(), every if out_flag else torch.full_like(every, torch.nan)
 
 

@@ -1,9 +1,11 @@
 """The gated delta rule: linear attention whose state forgets by a gate and is corrected by a delta.
 
 Per value head, with S [v_dim k_dim] (value-major), log decay g <= 0 and write strength beta:
-    S <- exp(g) S;   u = beta (v - S k);   S <- S + u k^T;   o = S q
-Queries and keys come normalised and scaled (`l2_norm`). Value head h uses key head h // (v_heads / k_heads).
-Source: Gated Delta Networks (arXiv 2412.06464), as in the Qwen3.5 linear-attention layers.
+    S <- S diag(exp(g));   u = beta (v - S k);   S <- S + u k^T;   o = S q
+There is one g a head, or one a channel of its keys. Queries and keys come normalised and scaled (`l2_norm`). Value head
+h uses key head h // (v_heads / k_heads).
+Source: Gated Delta Networks (arXiv 2412.06464), as in the Qwen3.5 linear-attention layers; with a decay a channel Kimi
+Delta Attention (arXiv 2510.26692).
 """
 
 from __future__ import annotations
@@ -41,6 +43,25 @@ def delta_gates(
     return decay, wide(b.sigmoid())
 
 
+@op
+def kimi_gates(
+    f: Float[Tensor, "tokens v_heads k_dim"],
+    b: Float[Tensor, "tokens v_heads"],
+    a_log: Float[Tensor, " v_heads"],
+    dt_bias: Float[Tensor, "v_heads k_dim"],
+    *,
+    lower_bound: float | None = None,
+) -> tuple[Float[Tensor, "tokens v_heads k_dim"], Float[Tensor, "tokens v_heads"]]:
+    """Log decay of every key channel and write strength sigmoid(b), both in float32 or wider (Kimi).
+
+    The decay is -exp(a_log) * softplus(f + dt_bias); with a `lower_bound`, which is negative, it lies between that and
+    0: lower_bound * sigmoid(exp(a_log) * (f + dt_bias)).
+    """
+    rate, x = wide(a_log).exp()[:, None], wide(f) + wide(dt_bias)
+    decay = -rate * F.softplus(x) if lower_bound is None else lower_bound * (rate * x).sigmoid()
+    return decay, wide(b).sigmoid()
+
+
 @tree
 class DeltaTrail:
     """Enough to stand after any of the newest tokens: the state before them and what each wrote."""
@@ -48,7 +69,7 @@ class DeltaTrail:
     before: Float[Tensor, "slots v_heads v_dim k_dim"]
     keys: Float[Tensor, "rows steps v_heads k_dim"]
     updates: Float[Tensor, "rows steps v_heads v_dim"]
-    decay: Float[Tensor, "rows steps v_heads"]
+    decay: Float[Tensor, "rows steps v_heads"] | Float[Tensor, "rows steps v_heads k_dim"]
 
     def at(self, accepted: Int[Tensor, " rows"]) -> Float[Tensor, "slots v_heads v_dim k_dim"]:
         """The state after the first `accepted` of each row's new tokens: one short replay."""
@@ -59,7 +80,7 @@ class DeltaTrail:
 class DeltaInputs:
     """Enough to stand after any of the newest tokens: the state before them and what each gave to the rule.
 
-    For kernels that do not tell what they wrote. Rows are a rectangle; cells past a row's end change nothing.
+    For kernels that do not tell what they wrote, with one decay a head. Rows are a rectangle; cells past a row's end change nothing.
     """
 
     before: Float[Tensor, "slots v_heads v_dim k_dim"]
@@ -86,19 +107,25 @@ def replay_delta(
     before: Float[Tensor, "slots v_heads v_dim k_dim"],
     keys: Float[Tensor, "rows steps v_heads k_dim"],
     updates: Float[Tensor, "rows steps v_heads v_dim"],
-    decay: Float[Tensor, "rows steps v_heads"],
+    decay: Float[Tensor, "rows steps v_heads"] | Float[Tensor, "rows steps v_heads k_dim"],
     accepted: Int[Tensor, " rows"],
 ) -> Float[Tensor, "slots v_heads v_dim k_dim"]:
     """Apply the first `accepted` recorded updates of each row to the state before them."""
     step = torch.arange(keys.shape[1], device=keys.device)
-    taken = (step < accepted[:, None])[..., None]
-    since = torch.where(taken, decay, 0).cumsum(1)
+    taken = (step < accepted[:, None])[..., None, None]
+    decay = torch.where(taken, of_channels(decay, keys), 0)
+    since = decay.cumsum(1)
     total = since[:, -1]
     # What an update has left at the end: the decay of the accepted steps after it.
     left = torch.where(taken, total[:, None] - since, -torch.inf).exp()
-    after = wide(before[: keys.shape[0]]) * total.exp()[..., None, None]
-    after = after + torch.einsum("rshv,rshk->rhvk", updates * left[..., None], keys)
+    after = wide(before[: keys.shape[0]]) * total.exp()[:, :, None]
+    after = after + torch.einsum("rshv,rshk->rhvk", updates, keys * left)
     return torch.cat((after.to(before.dtype), before[keys.shape[0] :]))
+
+
+def of_channels(decay: Tensor, keys: Tensor) -> Tensor:
+    """[... v_heads] as [... v_heads 1]; a decay of every channel of the keys stays as it is."""
+    return decay[..., None] if decay.ndim < keys.ndim else decay
 
 
 @op
@@ -106,7 +133,7 @@ def gated_delta_rule(
     q: Float[Tensor, "tokens k_heads k_dim"],
     k: Float[Tensor, "tokens k_heads k_dim"],
     v: Float[Tensor, "tokens v_heads v_dim"],
-    decay: Float[Tensor, "tokens v_heads"],
+    decay: Float[Tensor, "tokens v_heads"] | Float[Tensor, "tokens v_heads k_dim"],
     beta: Float[Tensor, "tokens v_heads"],
     state: Float[Tensor, "slots v_heads v_dim k_dim"] | None,
     query_start: Int[Tensor, " ends"],
@@ -130,11 +157,11 @@ def gated_delta_rule(
     q3, k3, v3, g, b = rows_of
     shared = v.shape[1] // k.shape[1]
     q3, k3 = q3.repeat_interleave(shared, 2), k3.repeat_interleave(shared, 2)
-    rows = q3.shape[0]
+    rows, left = q3.shape[0], of_channels(g, k3).exp()
     before = q3.new_zeros(rows, v.shape[1], v.shape[2], k.shape[2]) if state is None else state[:rows].to(dtype)
     outputs, updates, now = [], [], before
     for step in range(max_query):
-        now = now * g[:, step].exp()[..., None, None]
+        now = now * left[:, step, :, None]
         update = b[:, step, :, None] * (v3[:, step] - torch.einsum("rhvk,rhk->rhv", now, k3[:, step]))
         now = now + update[..., None] * k3[:, step, :, None]
         outputs.append(torch.einsum("rhvk,rhk->rhv", now, q3[:, step]))

@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from params.quant.values import QuantizedWeight
+
 from ..host import HostLengths
 from ..layouts import NdPages, NzPages
 from ..op import op
@@ -31,7 +33,7 @@ def mla_prefix_attention(
     rope: Float[Tensor, "tokens rope_dim"] | None,
     latent_pages: NdPages | NzPages,
     rope_pages: NdPages | NzPages | None,
-    up: Float[Tensor, "up_rows latent_dim"] | PreparedWeight,
+    up: Float[Tensor, "up_rows latent_dim"] | QuantizedWeight | PreparedWeight,
     page_table: Int[Tensor, "rows max_pages"],
     lengths: Int[Tensor, " rows"],
     query_start: Int[Tensor, " ends"],
@@ -45,10 +47,10 @@ def mla_prefix_attention(
     """Attention of each row's newest tokens over all its `lengths` tokens: decode, verify, prefill and prefix prefill.
 
     `lengths` counts the new tokens. Their latents lie in the pages already and are handed over as well, so that a
-    kernel reads them where it likes. Slots at or past a row's length may hold anything, NaN included. Padding tokens
-    get zeros; rows without new tokens, or without a prefix, are inert. Channels of `q_rope`, `rope` and `rope_pages`
-    are in one order, any; all three are None for attention without rope. The reference gathers every page of every row
-    and expands all of it.
+    kernel reads them where it likes. A quantised `up` stands for the float weight: nothing else is quantised. Slots at
+    or past a row's length may hold anything, NaN included. Padding tokens get zeros; rows without new tokens, or
+    without a prefix, are inert. Channels of `q_rope`, `rope` and `rope_pages` are in one order, any; all three are None
+    for attention without rope. The reference gathers every page of every row and expands all of it.
     """
     dtype = wide_dtype(q_nope)
     at = torch.arange(page_table.shape[1] * latent_pages.page_size, device=q_nope.device)
@@ -71,7 +73,11 @@ def mla_prefix_attention(
 
 
 def expanded(
-    latents: Float[Tensor, "*lead latent_dim"], up: Tensor | PreparedWeight, heads: int, v_dim: int, dtype: torch.dtype
+    latents: Float[Tensor, "*lead latent_dim"],
+    up: Tensor | QuantizedWeight | PreparedWeight,
+    heads: int,
+    v_dim: int,
+    dtype: torch.dtype,
 ) -> tuple[Float[Tensor, "*lead heads nope_dim"], Float[Tensor, "*lead heads v_dim"]]:
     """Every head's keys and values of these latents, in `dtype`."""
     both = (latents.to(dtype) @ plain(up).to(dtype).mT).unflatten(-1, (heads, -1))

@@ -6,9 +6,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from params.quant.values import QuantizedWeight
+
 from ..op import op
 from ..weights import PreparedWeight, plain
+from .linear import linear
 from .mlp import swiglu
+from .quant import of_expert
 from .widen import wide
 
 
@@ -36,11 +40,46 @@ def route_grouped(
     """
     weights = wide(logits).softmax(-1)
     if kept_groups < groups:
-        best = weights.unflatten(-1, (groups, -1)).amax(-1).topk(kept_groups, -1).indices
-        kept = (best[..., None] == torch.arange(groups, device=best.device)).any(-2)
-        weights = torch.where(kept.repeat_interleave(weights.shape[1] // groups, -1), weights, 0)
+        weights = _in_best(weights, weights.unflatten(-1, (groups, -1)).amax(-1), kept_groups, 0.0)
     weights, ids = weights.topk(top_k, -1)
     return (weights * scale).to(logits.dtype), ids
+
+
+@op
+def route_sigmoid(
+    logits: Float[Tensor, "tokens experts"],
+    bias: Float[Tensor, " experts"],
+    *,
+    top_k: int,
+    groups: int,
+    kept_groups: int,
+    scale: float,
+    renormalise: bool,
+) -> tuple[Float[Tensor, "tokens choices"], Int[Tensor, "tokens choices"]]:
+    """The `top_k` experts of each token among those of its best groups, and their weights (Kimi, DeepSeek-V3).
+
+    An expert's score is the sigmoid of its logit, in float32 or wider. Experts are chosen by score plus `bias`, a group
+    being as good as its two best experts together; `kept_groups` stay. Weights are the scores of those chosen, without
+    the bias, divided by their sum (plus 1e-20) where they are to be renormalised, times `scale`.
+    """
+    scores = wide(logits).sigmoid()
+    choice = scores + wide(bias)
+    if kept_groups < groups:
+        best_two = choice.unflatten(-1, (groups, -1)).topk(2, -1).values.sum(-1)
+        choice = _in_best(choice, best_two, kept_groups, -torch.inf)
+    ids = choice.topk(top_k, -1).indices
+    weights = scores.gather(-1, ids)
+    if renormalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return (weights * scale).to(logits.dtype), ids
+
+
+def _in_best(values: Tensor, of_groups: Tensor, kept_groups: int, otherwise: float) -> Tensor:
+    """`values` [tokens experts], and `otherwise` for experts outside the groups with the largest `of_groups`."""
+    groups = of_groups.shape[1]
+    best = of_groups.topk(kept_groups, -1).indices
+    kept = (best[..., None] == torch.arange(groups, device=best.device)).any(-2)
+    return torch.where(kept.repeat_interleave(values.shape[1] // groups, -1), values, otherwise)
 
 
 @op
@@ -48,17 +87,20 @@ def experts(
     x: Float[Tensor, "tokens hidden"],
     weights: Float[Tensor, "tokens choices"],
     ids: Int[Tensor, "tokens choices"],
-    gate_up: Float[Tensor, "experts twice_inner hidden"] | PreparedWeight,
-    down: Float[Tensor, "experts hidden inner"] | PreparedWeight,
+    gate_up: Float[Tensor, "experts twice_inner hidden"] | QuantizedWeight | PreparedWeight,
+    down: Float[Tensor, "experts hidden inner"] | QuantizedWeight | PreparedWeight,
 ) -> Float[Tensor, "tokens hidden"]:
     """Sum over each token's experts of weight * down(swiglu(gate_up x)), in the order of expert ids.
 
-    The reference sends every token through every expert, with weight zero where it was not chosen.
+    The reference sends every token through every expert, with weight zero where it was not chosen. Products with
+    quantised weights are those of `linear`; what lies between the two has the dtype of x.
     """
-    out, gate_up, down = torch.zeros_like(x), plain(gate_up), plain(down)
+    gate_up, down = (plain(w) if isinstance(w, PreparedWeight) else w for w in (gate_up, down))
+    out = torch.zeros_like(x)
     for expert in range(gate_up.shape[0]):
         weight = torch.where(ids == expert, weights, 0).sum(-1, keepdim=True)
-        y = swiglu.body(x @ gate_up[expert].mT) @ down[expert].mT
+        y = swiglu.body(linear.body(x, of_expert(gate_up, expert)))
+        y = linear.body(y, of_expert(down, expert))
         # A token that did not choose the expert must not meet its value: an overflow there would be 0 * inf.
         out = out + torch.where(weight != 0, y * weight, 0)
     return out

@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks for prompts, and as one update for decoding.
+"""The gated delta rule in chunks for prompts, with one decay a head, and as one update for decoding, with either.
 
 The chunked form solves, per chunk of tokens, for what each token writes, and carries the state from chunk to chunk:
 with c the running sum of log decays, L_ij = exp(c_i - c_j) for j <= i and A = strict lower triangle of beta k k^T L,
@@ -10,12 +10,13 @@ Source: the chunkwise algorithm of Gated Delta Networks (arXiv 2412.06464), sect
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.delta import gated_delta_rule
+from ..ops.delta import gated_delta_rule, of_channels
 from ..ops.ragged import to_flat, to_rectangle
 from ..ops.widen import wide_dtype
 from ..target import EVERY
@@ -27,7 +28,13 @@ SMALLEST = 1e-30
 denormal number and, rounding to nearest, stays there for good; some machines take tenfold time over those."""
 
 
-def _exp(x: Tensor) -> Tensor:
+Chunk = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From a chunk's q, k [heads tokens k_dim], v [heads tokens v_dim], log decays [heads tokens ...], write strengths
+[heads tokens] and the state before it [heads v_dim k_dim] to its outputs [heads tokens v_dim] and the state after."""
+
+
+def exp(x: Tensor) -> Tensor:
+    """exp(x), and 0 where that is below `SMALLEST`."""
     return F.threshold(x, math.log(SMALLEST), -torch.inf).exp()
 
 
@@ -45,7 +52,7 @@ def _step(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_
     dtype = wide_dtype(q, k, v, decay, beta, state)
     q, k = (x.to(dtype).repeat_interleave(shared, 1) for x in (q, k))
     keys_queries, overlap = torch.stack((k, q), 2), (k * q).sum(-1, keepdim=True)
-    decay, beta, values = _exp(decay.to(dtype))[..., None, None], beta.to(dtype)[..., None], v.to(dtype)
+    decay, beta, values = exp(of_channels(decay, k).to(dtype))[:, :, None], beta.to(dtype)[..., None], v.to(dtype)
     after, out = torch.empty_like(state), torch.empty_like(values)
     in_place = state.dtype == dtype
     # Row by row, so that a row's matrices stay in cache from their decay to their update.
@@ -61,14 +68,30 @@ def _step(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_
     return out.to(v.dtype), after, None
 
 
-def _refuse_chunked(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps) -> str | None:
+def too_short(max_query: int, keep_steps: bool) -> str | None:
+    """Why chunks do not take a call, if they do not."""
     if keep_steps:
         return "keeps no steps"
     return None if max_query >= 8 else f"pays from 8 tokens a row on; this call has at most {max_query}"
 
 
+def _refuse_chunked(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps) -> str | None:
+    if decay.ndim == k.ndim:
+        return "takes one decay a head; this call has one a channel"
+    return too_short(max_query, keep_steps)
+
+
 @gated_delta_rule.kernel("torch_chunked", targets=EVERY, refuse=_refuse_chunked)
 def _chunked(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps):
+    return in_chunks(_chunk, CHUNK, (q, k, v, decay, beta), state, query_start, max_query, uniform)
+
+
+def in_chunks(
+    chunk: Chunk, size: int, inputs: tuple[Tensor, ...], state: Tensor | None, query_start: Tensor, max_query: int,
+    uniform: bool,
+) -> tuple[Tensor, Tensor | None, None]:  # fmt: skip
+    """What `gated_delta_rule` returns, by `chunk` over `size` tokens of every row at a time."""
+    q, k, v, decay, beta = inputs
     q3, k3, v3, g, b = (to_rectangle(x, query_start, max_query, uniform) for x in (q, k, v, decay, beta))
     rows, _, v_heads, v_dim = v3.shape
     shared, k_dim = v_heads // k.shape[1], k.shape[2]
@@ -77,11 +100,11 @@ def _chunked(q, k, v, decay, beta, state, query_start, *, max_query, uniform, ke
     if state is not None:
         now = state[:rows].to(dtype).flatten(0, 1)
     outputs = []
-    for at in range(0, max_query, CHUNK):
-        piece = slice(at, at + CHUNK)
+    for at in range(0, max_query, size):
+        piece = slice(at, at + size)
         qs, ks = (_heads_first(x[:, piece], dtype, shared) for x in (q3, k3))
         vs, gs, bs = (_heads_first(x[:, piece], dtype) for x in (v3, g, b))
-        out, now = _chunk(qs, ks, vs, gs, bs, now)
+        out, now = chunk(qs, ks, vs, gs, bs, now)
         outputs.append(out.unflatten(0, (rows, v_heads)).transpose(1, 2).to(v.dtype))
     out = to_flat(torch.cat(outputs, 1), query_start, v.shape[0], uniform)
     if state is None:
@@ -97,19 +120,19 @@ def _heads_first(x: Tensor, dtype: torch.dtype, shared: int = 1) -> Tensor:
 
 
 def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """q, k, v [heads tokens dim], g, b [heads tokens], state [heads v_dim k_dim]: outputs, and the state after."""
+    """A `Chunk` with log decays [heads tokens]."""
     tokens = k.shape[1]
     c = g.cumsum(1)
     earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=k.device).tril(-1)
     one = torch.eye(tokens, dtype=k.dtype, device=k.device)
     # The diagonal is a constant 0: its gradient would cancel, but only after swamping gradients of strong decays.
-    spread = _exp(torch.where(earlier, c[:, :, None] - c[:, None, :], one.log()))
+    spread = exp(torch.where(earlier, c[:, :, None] - c[:, None, :], one.log()))
     keys_queries = torch.cat((k, q), 1)
     chained, near = ((keys_queries @ k.mT).unflatten(1, (2, -1)) * spread[:, None]).unbind(1)
     read, far = (keys_queries @ state.mT).split(tokens, 1)
-    grown, whole = _exp(c)[..., None], _exp(c[:, -1])[:, None, None]
+    grown, whole = exp(c)[..., None], exp(c[:, -1])[:, None, None]
     solved = torch.linalg.solve_triangular(b[..., None] * chained, one.expand_as(near), upper=False, unitriangular=True)
     writes = (solved * b[:, None]) @ torch.addcmul(v, grown, read, value=-1)
     out = torch.baddbmm(grown * far, near, writes)
-    left = k * _exp(c[:, -1:] - c)[..., None]
+    left = k * exp(c[:, -1:] - c)[..., None]
     return out, torch.addcmul(writes.mT @ left, whole, state)

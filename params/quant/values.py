@@ -159,10 +159,8 @@ class MXFP8Weight(QuantizedWeight):
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """values * 2^(scale - 127), without the padding."""
-        inputs = self.values.shape[-1]
-        scale = self.scale.view(torch.float8_e8m0fnu).float().repeat_interleave(MX_BLOCK, -1)[..., :inputs]
         left, right = self.padding
-        return (self.values.float() * scale)[..., left : inputs - right].to(dtype)
+        return mx_values(self.values, self.scale)[..., left : self.values.shape[-1] - right].to(dtype)
 
 
 @tree
@@ -194,6 +192,14 @@ class SplitWeight(QuantizedWeight):
 def dequantized(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """A weight, quantised or not, as floating point of `dtype`."""
     return weight.dequantized(dtype) if isinstance(weight, QuantizedWeight) else weight.to(dtype)
+
+
+def mx_values(
+    values: Float[Tensor, "*lead inputs"], scale: UInt8[Tensor, "*lead blocks"]
+) -> Float32[Tensor, "*lead inputs"]:
+    """The numbers that float8 values and the bytes of their blocks' powers of two stand for, exactly."""
+    powers = scale.view(torch.float8_e8m0fnu).float().repeat_interleave(MX_BLOCK, -1)
+    return values.float() * powers[..., : values.shape[-1]]
 
 
 def _over_groups(scale: Tensor, inputs: int) -> Tensor:

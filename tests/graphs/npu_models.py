@@ -18,6 +18,7 @@ from lowering import graphs
 from lowering.buckets import Buckets
 from lowering.graphs.npu import NpuGraphs
 from tests.graphs.npu_double import Double
+from tests.npu import test_flash_next
 from tests.npu.test_models import CONFIGS
 
 PAGE, ROWS, MAX_LEN, BUCKETS = 128, 3, 256, (8,)
@@ -25,6 +26,7 @@ SMALL: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
     "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2,
 }  # fmt: skip
+KINDS = CONFIGS | {"flash": test_flash_next.BASE | {"indexer_budget": 64}}
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Made:
 @functools.cache
 def made(kind: str) -> Made:
     """The model of this kind, the same each time."""
-    model = fm.build(CONFIGS[kind] | SMALL)
+    model = fm.build(KINDS[kind] | SMALL)
     draw = torch.Generator().manual_seed(5)
 
     def random_leaf(spec: Any) -> torch.Tensor:
