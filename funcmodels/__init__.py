@@ -3,6 +3,7 @@
 from params.errors import CheckpointError, ConfigError
 
 from .batch import Batch
+from .calibration import input_ranges
 from .drafts import draft
 from .errors import OutOfPages, StaleStateError, StateError
 from .generate import generate, requests_of, serve
@@ -22,8 +23,8 @@ __all__ = [
     "Batch", "Carry", "CheckpointError", "ConfigError", "Draft", "DraftNoise", "Event", "Model", "OutOfPages",
     "Output", "Proposal", "Request", "Result", "Round", "RowSampling", "Sampling", "StaleStateError", "State",
     "StateError", "TokenCounts", "Verdict", "build", "commit", "disable_shape_checks", "draft",
-    "enable_shape_checks", "fork", "fork_into", "generate", "load", "logical", "next_tokens", "read_lengths",
-    "release", "requests_of", "sample", "select", "serve", "shape_checked", "verify",
+    "enable_shape_checks", "fork", "fork_into", "generate", "input_ranges", "load", "logical", "next_tokens",
+    "read_lengths", "release", "requests_of", "sample", "select", "serve", "shape_checked", "verify",
 ]  # fmt: skip
 
 if wanted():

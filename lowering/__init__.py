@@ -15,7 +15,7 @@ from .jitted import HostSide, Jitted, host_side, jit
 from .op import Choice, Kernel, Op, op
 from .policy import MODE, Policy, use
 from .registry import OPS, find, table
-from .report import Report, Row, explain, record
+from .report import Report, Row, explain, record, watch
 from .sheet import Sheet
 from .stages import Lowered, compared, lower
 from .target import TARGETS, Target
@@ -27,5 +27,5 @@ __all__ = [
     "OPS", "TARGETS", "CaptureError", "Choice", "Comparison", "HostSide", "Jitted", "Kernel", "Lowered",
     "LoweringError", "Op", "Policy", "RecaptureWarning", "Report", "Row", "Sheet", "Target", "compare", "compared",
     "explain", "find", "host_side", "jit", "lower", "npu_kernels", "op", "ops", "page", "prepare", "record", "table",
-    "torch_kernels", "use",
+    "torch_kernels", "use", "watch",
 ]  # fmt: skip

@@ -87,6 +87,27 @@ def record() -> Iterator[Report]:
         MODE.reset(token)
 
 
+@dataclass
+class _Watch(Report):
+    """Shows each call to somebody instead of counting it."""
+
+    see: Callable[[str, tuple[Any, ...]], None] = lambda op, args: None
+
+    def add(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Show one call."""
+        self.see(choice.op, args)
+
+
+@contextmanager
+def watch(see: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Call `see(op name, positional arguments)` before each op that runs inside the block."""
+    token = MODE.set(replace(MODE.get(), report=_Watch(see=see)))
+    try:
+        yield
+    finally:
+        MODE.reset(token)
+
+
 def explain(
     function: Callable[..., Any],
     *args: Any,
