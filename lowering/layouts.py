@@ -21,6 +21,8 @@ from .policy import MODE
 
 TILE = 16
 """Channels that lie together in a tiled page."""
+TILED = ("ascend910b", "ascend910_93")
+"""Targets with operators that attend over tiled pages."""
 
 
 class Pages(abc.ABC):
@@ -166,13 +168,13 @@ def layout_for(
 ) -> type[NdPages] | type[NzPages]:
     """The layout called `name`, or the one that suits the target in force, which is that of `device` if none is.
 
-    Ascend's fused operators take tiled pages of 128 tokens, or a multiple of it, of half precision. `ValueError` for an
-    unknown name, or tiled pages of `widths` that do not fill their tiles.
+    Ascend 910's fused operators take tiled pages of 128 tokens, or a multiple of it, of half precision. `ValueError`
+    for an unknown name, or tiled pages of `widths` that do not fill their tiles.
     """
     whole = all(width % TILE == 0 for width in widths)
     if name is None:
         target = MODE.get().target or targets.of_device(device)
-        tiled = target.device == "npu" and dtype.itemsize == 2 and page_size % 128 == 0 and whole
+        tiled = target.name in TILED and dtype.itemsize == 2 and page_size % 128 == 0 and whole
         return NzPages if tiled else NdPages
     if name not in LAYOUTS:
         raise ValueError(f"layout {name!r} is unknown; known: {', '.join(LAYOUTS)}")

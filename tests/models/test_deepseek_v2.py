@@ -361,7 +361,7 @@ def test_a_state_moved_to_the_host_and_back_continues_exactly(layout: str, how: 
 
 
 def test_the_target_chooses_the_layout() -> None:
-    """Tiled pages on Ascend, of whole tiles, whole blocks of 128 tokens and half precision; plain ones elsewhere."""
+    """Tiled pages where operators read them, of whole tiles, blocks of 128 and half precision; else plain ones."""
     one, odd = pair("lite", 0, tiled=True).model, pair("lite", 0).model
     half = {"dtype": torch.bfloat16}
 
@@ -371,6 +371,7 @@ def test_the_target_chooses_the_layout() -> None:
 
     assert chosen(one, "ascend910b", **half) is chosen(one, "ascend910_93", page_size=256, **half) is NzPages
     assert chosen(one, "cpu", **half) is chosen(odd, "ascend910b", **half) is NdPages
+    assert chosen(one, "ascend950", **half) is NdPages
     assert chosen(one, "ascend910b") is chosen(one, "ascend910b", page_size=64, **half) is NdPages
     assert chosen(one, "ascend910b", layout="nd", **half) is NdPages
     with refuses(ValueError, "layout='xz'; layouts of this model's pages: nd, nz"):
