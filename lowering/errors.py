@@ -11,3 +11,7 @@ class CaptureError(RuntimeError):
 
 class RecaptureWarning(UserWarning):
     """A call that could have replayed was captured again, or not at all. Given once for each reason."""
+
+
+class CollectiveError(ConnectionError):
+    """A rank of a process group that did not take part in a collective."""

@@ -10,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from params.sharding import Rule
 from params.tree import dotted
 
 Init = Literal["normal", "zeros", "ones", "log_uniform", "inverse_softplus", "conv"]
@@ -22,7 +23,8 @@ class TensorSpec:
     `dtype` pins the leaf (delta-rule gates stay float32 whatever the model runs in); `None` follows the model.
     `parts` are the row counts of the checkpoint tensors that are merged along axis 0 into this leaf, in order:
     `(4096, 512, 512)` for a projection that computes query, key and value in one product. A `table` is read by rows:
-    `load` can leave it on the host or in its files.
+    `load` can leave it on the host or in its files. `shard` says which part of it each of several ranks holds; without
+    one, each holds it all.
     """
 
     shape: tuple[int, ...]
@@ -30,6 +32,7 @@ class TensorSpec:
     dtype: torch.dtype | None = None
     parts: tuple[int, ...] | None = None
     table: bool = False
+    shard: Rule | None = None
 
     def __post_init__(self) -> None:
         if self.parts is not None and sum(self.parts) != self.shape[0]:

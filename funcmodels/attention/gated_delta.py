@@ -11,6 +11,7 @@ from torch import Tensor
 from lowering import ops
 from lowering.ops import DeltaInputs, DeltaTrail, WindowTrail
 from lowering.ops.norm import Activation
+from params.sharding import Inputs, Outputs
 from params.spec import TensorSpec
 from params.tree import tree, unchecked
 
@@ -57,14 +58,18 @@ class DeltaNetState(Recurrent):
 def delta_net_spec(hidden: int, k_heads: int, v_heads: int, k_dim: int, v_dim: int, width: int) -> DeltaNet:
     """Spec of the parameters. Gate parameters stay float32 whatever the model runs in."""
     keys, values = k_heads * k_dim, v_heads * v_dim
+    qkv = ((keys, k_heads), (keys, k_heads), (values, v_heads))
+    each = (v_heads, v_heads)
     return unchecked(
         DeltaNet,
-        in_proj=linear_spec(hidden, 2 * keys + values, values, v_heads, v_heads),
-        conv=TensorSpec((2 * keys + values, width), "conv"),
-        a_log=TensorSpec((v_heads,), "log_uniform", torch.float32),
-        dt_bias=TensorSpec((v_heads,), "inverse_softplus", torch.float32),
+        in_proj=linear_spec(
+            hidden, 2 * keys + values, values, v_heads, v_heads, shard=Outputs((*qkv, (values, v_heads), each, each))
+        ),
+        conv=TensorSpec((2 * keys + values, width), "conv", shard=Outputs(qkv)),
+        a_log=TensorSpec((v_heads,), "log_uniform", torch.float32, shard=Outputs((each,))),
+        dt_bias=TensorSpec((v_heads,), "inverse_softplus", torch.float32, shard=Outputs((each,))),
         norm=norm_spec(v_dim, "ones"),
-        out=linear_spec(values, hidden),
+        out=linear_spec(values, hidden, shard=Inputs(v_heads)),
     )
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lowering import ops
+from params.sharding import Inputs, Outputs
 from params.tree import tree, unchecked
 
 from ..blocks.linear import Linear, Norm, linear_spec, norm_spec, project
@@ -58,9 +59,10 @@ def gated_attention_spec(hidden: int, heads: int, kv_heads: int, head_dim: int) 
 
 def _specs(hidden: int, heads: int, query_parts: int, kv_heads: int, head_dim: int, bias: bool) -> dict[str, Any]:
     parts = [count * head_dim for count in (query_parts, kv_heads, kv_heads)]
+    shared = Outputs(tuple(zip(parts, (heads, kv_heads, kv_heads), strict=True)))
     return {
-        "qkv": linear_spec(hidden, *parts, bias=bias),
-        "out": linear_spec(heads * head_dim, hidden, bias=bias),
+        "qkv": linear_spec(hidden, *parts, bias=bias, shard=shared),
+        "out": linear_spec(heads * head_dim, hidden, bias=bias, shard=Inputs(heads)),
         "q_norm": norm_spec(head_dim, "zeros"),
         "k_norm": norm_spec(head_dim, "zeros"),
     }

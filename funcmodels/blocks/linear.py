@@ -12,6 +12,7 @@ from torch import Tensor
 from lowering import ops
 from lowering.weights import PreparedWeight
 from params.quant.values import QuantizedWeight
+from params.sharding import Inputs, Outputs, Vocabulary
 from params.spec import Init, TensorSpec
 from params.tree import tree, unchecked
 
@@ -71,13 +72,25 @@ class GemmaNorm(Norm):
         return unchecked(GemmaNorm, weight=prepare("gemma_rms_norm", self.weight))
 
 
-def linear_spec(inputs: int, *parts: int, bias: bool = False) -> Linear:
-    """Spec of a projection from `inputs` to the sum of `parts`."""
+def linear_spec(inputs: int, *parts: int, bias: bool = False, shard: Outputs | Inputs | None = None) -> Linear:
+    """Spec of a projection from `inputs` to the sum of `parts`, which ranks share as `shard` says."""
     merged = parts if len(parts) > 1 else None
-    weight = TensorSpec((sum(parts), inputs), parts=merged)
+    weight = TensorSpec((sum(parts), inputs), parts=merged, shard=shard)
     if not bias:
         return unchecked(Linear, weight=weight)
-    return unchecked(BiasedLinear, weight=weight, bias=TensorSpec((sum(parts),), "zeros", parts=merged))
+    # What is added up of several ranks gets its bias once, after that.
+    own = shard if isinstance(shard, Outputs) else None
+    return unchecked(BiasedLinear, weight=weight, bias=TensorSpec((sum(parts),), "zeros", parts=merged, shard=own))
+
+
+def embedding_spec(vocab: int, hidden: int) -> Embedding:
+    """Spec of a token table."""
+    return unchecked(Embedding, weight=TensorSpec((vocab, hidden), shard=Vocabulary()), head=None)
+
+
+def head_spec(vocab: int, hidden: int) -> Linear:
+    """Spec of an output projection of its own."""
+    return unchecked(Linear, weight=TensorSpec((vocab, hidden), shard=Vocabulary()))
 
 
 def project(params: Linear, x: Float[Tensor, "*lead inputs"]) -> Float[Tensor, "*lead outputs"]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lowering import ops
 from lowering.weights import PreparedWeight
 from params.quant.values import QuantizedWeight
+from params.sharding import Inputs, OfExperts, Outputs
 from params.spec import TensorSpec
 from params.tree import tree, unchecked
 
@@ -68,7 +69,10 @@ class Routing:
 
 def mlp_spec(hidden: int, inner: int) -> Mlp:
     """Spec of a SwiGLU block."""
-    return unchecked(Mlp, gate_up=linear_spec(hidden, inner, inner), down=linear_spec(inner, hidden))
+    return unchecked(
+        Mlp, gate_up=linear_spec(hidden, inner, inner, shard=Outputs(((inner, inner),) * 2)),
+        down=linear_spec(inner, hidden, shard=Inputs(inner)),
+    )  # fmt: skip
 
 
 def moe_spec(hidden: int, experts: int, inner: int, shared_inner: int) -> SharedExpertMoe:
@@ -87,7 +91,8 @@ def grouped_moe_spec(hidden: int, experts: int, inner: int, shared_inner: int) -
 
 
 def _experts_spec(hidden: int, experts: int, inner: int) -> Experts:
-    gate_up, down = TensorSpec((experts, 2 * inner, hidden)), TensorSpec((experts, hidden, inner))
+    gate_up = TensorSpec((experts, 2 * inner, hidden), shard=OfExperts(Outputs(((inner, inner),) * 2)))
+    down = TensorSpec((experts, hidden, inner), shard=OfExperts(Inputs(inner)))
     return unchecked(Experts, gate_up=gate_up, down=down)
 
 

@@ -15,12 +15,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowering import ops
-from params.spec import TensorSpec
 from params.tree import tree, unchecked
 
 from ..attention.gqa import Attention, KeyValuePages, attention, attention_spec, key_value_pages
 from ..batch import Batch
-from ..blocks.linear import Embedding, Linear, Norm, head_weight, linear_spec, norm_spec
+from ..blocks.linear import Embedding, Linear, Norm, embedding_spec, head_spec, head_weight, norm_spec
 from ..blocks.mlp import Mlp, mlp_spec
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state import Entry, State
@@ -57,10 +56,10 @@ def param_spec(config: Gemma3Config) -> Gemma3Params:
     hidden = config.hidden_size
     return unchecked(
         Gemma3Params,
-        embed=unchecked(Embedding, weight=TensorSpec((config.vocab_size, hidden)), head=None),
+        embed=embedding_spec(config.vocab_size, hidden),
         layers=tuple(_layer_spec(config) for _ in config.layer_types),
         norm=norm_spec(hidden, "zeros"),
-        head=None if config.tie_word_embeddings else linear_spec(hidden, config.vocab_size),
+        head=None if config.tie_word_embeddings else head_spec(config.vocab_size, hidden),
     )
 
 

@@ -13,13 +13,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lowering import ops
-from params.spec import TensorSpec
 from params.tree import tree, unchecked
 
 from ..attention.gated_delta import DeltaNet, DeltaNetState, delta_net, delta_net_spec, delta_net_state
 from ..attention.gqa import GatedAttention, KeyValuePages, gated_attention, gated_attention_spec, key_value_pages
 from ..batch import Batch
-from ..blocks.linear import Embedding, Linear, Norm, head_weight, linear_spec, norm_spec
+from ..blocks.linear import Embedding, Linear, Norm, embedding_spec, head_spec, head_weight, linear_spec, norm_spec
 from ..blocks.mlp import Mlp, SharedExpertMoe, mlp, mlp_spec, moe, moe_spec
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state import Entry, State
@@ -72,10 +71,10 @@ def param_spec(config: Qwen35Config) -> Qwen35Params:
         mtp = unchecked(Mtp, fc=linear_spec(2 * hidden, hidden), layers=layers, **norms)
     return unchecked(
         Qwen35Params,
-        embed=unchecked(Embedding, weight=TensorSpec((config.vocab_size, hidden)), head=None),
+        embed=embedding_spec(config.vocab_size, hidden),
         layers=tuple(_layer_spec(config, kind) for kind in config.layer_types),
         norm=norm_spec(hidden, "zeros"),
-        head=None if tied else linear_spec(hidden, config.vocab_size),
+        head=None if tied else head_spec(config.vocab_size, hidden),
         mtp=mtp,
     )
 
