@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 import params as checkpoints
 from params.checkpoint import Tables
 from params.errors import CheckpointError
+from params.sharding import Ranks
 
 from .model import Model, build
+from .parallel import ranks_of
 from .text import Tokenizer
 
 BUNDLED = Path(__file__).parent / "bundled"
@@ -32,21 +35,26 @@ def load(
     path_or_hub_id: str | Path,
     dtype: torch.dtype | None = torch.bfloat16,
     device: torch.device | str = "cpu",
-    mesh: Any = None,
+    mesh: DeviceMesh | Ranks | None = None,
     tables: Tables = "device",
 ) -> tuple[Model, Any]:
     """The model and the parameters of a checkpoint: a directory, a hub id (`owner/name`), or `"bundled"`.
+
+    With a `mesh` of one axis each of its ranks reads its own part of the parameters: heads, slices of feed-forward
+    layers and of experts, rows of token tables. `ranks_of(mesh, whole_experts=True)` shares out experts whole instead.
 
     `dtype` is that of the parameters, except for those a family pins; `None` keeps the stored ones. A draft head is
     loaded where the checkpoint has one. `tables` says where a large table that is read by rows goes: beside the other
     parameters, on the "host", or with "file" nowhere, so that rows are read from the checkpoint's files. Raises
     `CheckpointError` or `ConfigError`; nothing is loaded in part.
     """
-    if mesh is not None:
-        raise ValueError(f"load: parameters cannot be sharded yet, found mesh={mesh!r}; leave mesh out")
     directory, tensors, model = open_checkpoint(path_or_hub_id)
-    spec, names = model.param_spec(), model.family.names
-    return model, checkpoints.load(directory, spec, names, dtype=dtype, device=device, tensors=tensors, tables=tables)
+    if mesh is not None:
+        model = model.sharded(mesh if isinstance(mesh, Ranks) else ranks_of(mesh))
+    spec, names = model.whole_spec(), model.family.names
+    return model, checkpoints.load(
+        directory, spec, names, dtype=dtype, device=device, tensors=tensors, tables=tables, ranks=model.ranks
+    )
 
 
 def open_checkpoint(path_or_hub_id: str | Path) -> Checkpoint:

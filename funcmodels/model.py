@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,13 +17,15 @@ from lowering.layouts import LAYOUTS
 from params.errors import ConfigError
 from params.names import deepseek_v2 as deepseek_v2_names
 from params.names import gemma3 as gemma3_names
+from params.names import kimi_linear as kimi_linear_names
 from params.names import qwen3_5 as names
 from params.names import qwen3_8_flash_next as flash_next_names
+from params.sharding import Ranks
 
 from . import state as states
 from .batch import Batch
 from .host_sides import forward_on_host
-from .models import deepseek_v2, gemma3, qwen3_5, qwen3_5_mtp, qwen3_8_flash_next, qwen3_8_flash_next_mtp
+from .models import deepseek_v2, gemma3, kimi_linear, qwen3_5, qwen3_5_mtp, qwen3_8_flash_next, qwen3_8_flash_next_mtp
 from .output import LogitsOf, Output
 from .pages import PagePool
 from .state import State
@@ -46,7 +49,8 @@ class Family:
     """What a model file provides. `names` is the table of its checkpoint names in `params.names`.
 
     `mtp` is None where the architecture has no multi-token prediction head. `layouts` are those of pages that
-    `init_entries` can be asked for.
+    `init_entries` can be asked for. `heads` are the config's fields that count what ranks share: each computes with its
+    own part of them.
     """
 
     read_config: Callable[[Mapping[str, Any]], Any]
@@ -56,18 +60,26 @@ class Family:
     names: Any
     mtp: MtpHead | None = None
     layouts: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ("num_attention_heads", "num_key_value_heads")
 
+
+_DELTA_HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
 
 _QWEN3_5 = Family(
     qwen3_5.read_config, qwen3_5.param_spec, qwen3_5.init_entries, qwen3_5.forward, names.NAMES,
-    mtp=MtpHead(qwen3_5_mtp.mtp_entries, qwen3_5_mtp.mtp_forward, qwen3_5_mtp.mtp_logits),
+    mtp=MtpHead(qwen3_5_mtp.mtp_entries, qwen3_5_mtp.mtp_forward, qwen3_5_mtp.mtp_logits), heads=_DELTA_HEADS,
 )  # fmt: skip
 
 _GEMMA3 = Family(gemma3.read_config, gemma3.param_spec, gemma3.init_entries, gemma3.forward, gemma3_names.NAMES)
 
 _DEEPSEEK_V2 = Family(
     deepseek_v2.read_config, deepseek_v2.param_spec, deepseek_v2.init_entries, deepseek_v2.forward,
-    deepseek_v2_names.NAMES, layouts=tuple(LAYOUTS),
+    deepseek_v2_names.NAMES, layouts=tuple(LAYOUTS), heads=("num_attention_heads",),
+)  # fmt: skip
+
+_KIMI_LINEAR = Family(
+    kimi_linear.read_config, kimi_linear.param_spec, kimi_linear.init_entries, kimi_linear.forward,
+    kimi_linear_names.NAMES, layouts=tuple(LAYOUTS),
 )  # fmt: skip
 
 _FLASH_NEXT = Family(
@@ -83,6 +95,7 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("gemma3", "gemma3_text"), _GEMMA3),
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text", "qwen3_8_flash_next", "qwen3_8_flash_next_text"), _FLASH_NEXT),
     "deepseek_v2": _DEEPSEEK_V2,
+    "kimi_linear": _KIMI_LINEAR,
 }
 """Family by `model_type` of the config."""
 
@@ -91,13 +104,15 @@ FAMILIES: dict[str, Family] = {
 class Model:
     """A family and a config. Holds no tensors: parameters and state are passed in.
 
-    `tokenizer` is that of the checkpoint it was loaded from, if it was.
+    `tokenizer` is that of the checkpoint it was loaded from, if it was. With `ranks` it is one rank's part of a model
+    that several share: parameters and states are the rank's own, logits and hidden states the whole's.
     """
 
     family: Family
     config: Any
     config_json: Mapping[str, Any]
     tokenizer: Tokenizer | None = None
+    ranks: Ranks | None = None
 
     def __repr__(self) -> str:
         return f"Model({self.config!r})"
@@ -107,12 +122,34 @@ class Model:
 
         `dtype` is entered where a leaf pins none, which makes the tree stand for parameters of that dtype.
         """
-        spec = self.family.param_spec(self.config)
+        spec = self.whole_spec()
+        if self.ranks is not None:
+            spec, _ = checkpoints.sharded(spec, self.family.names, dict(checkpoints.items(spec)), self.ranks)
         return spec if dtype is None else checkpoints.map(lambda leaf: replace(leaf, dtype=leaf.dtype or dtype), spec)
 
+    def whole_spec(self) -> Any:
+        """The parameter tree of all ranks together, with a `TensorSpec` at each leaf."""
+        return self.family.param_spec(self.config)
+
+    @cached_property
+    def local(self) -> Any:
+        """The config that this rank computes with: the model's, with its own share of the heads."""
+        if self.ranks is None:
+            return self.config
+        counts = {name: getattr(self.config, name) for name in self.family.heads}
+        return replace(self.config, **{name: max(count // self.ranks.size, 1) for name, count in counts.items()})
+
+    def sharded(self, ranks: Ranks) -> Model:
+        """One rank's part of the model. `ConfigError` where its heads cannot be shared out among so many."""
+        made = replace(self, ranks=ranks)
+        made.param_spec()
+        return made
+
     def init_params(self, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
-        """Random parameters, the same for the same seed whatever else the tree holds."""
-        return checkpoints.init(self.param_spec(), seed, dtype, device)
+        """Random parameters, the same for the same seed whatever else the tree holds, and for any number of ranks."""
+        whole = self.whole_spec()
+        made = checkpoints.init(whole, seed, dtype, device)
+        return made if self.ranks is None else checkpoints.shard(made, whole, self.ranks)
 
     def init_state(
         self,
@@ -147,7 +184,7 @@ class Model:
             if not kind.is_floating_point:
                 raise ValueError(f"init_state: a state holds floating-point values, found dtype {kind}")
         chosen = {} if layout is None else {"layout": self._known_layout(layout)}
-        layers = self.family.init_entries(self.config, rows, pool.pages, page_size, *kinds, device, **chosen)
+        layers = self.family.init_entries(self.local, rows, pool.pages, page_size, *kinds, device, **chosen)
         return states.empty(
             layers, rows=rows, max_len=max_len, page_size=page_size, pool=pool, vocab=self.config.vocab_size,
             device=device, checked=checked,
@@ -181,7 +218,7 @@ class Model:
         room, `OutOfPages`, and `LoweringError` when the policy leaves an op without a kernel.
         """
         return self.family.forward(
-            self.config, params, state, batch, logits=logits, outputs=outputs, keep_steps=keep_steps
+            self.local, params, state, batch, logits=logits, outputs=outputs, keep_steps=keep_steps
         )
 
 

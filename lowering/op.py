@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import SUPPORTED_NODES
 
 from params import tree
-from params.quant.values import QuantizedWeight
+from params.weights import WeightValue
 
 from . import registry
 from . import target as targets
@@ -62,7 +62,8 @@ class Kernel:
     or maps the operators (tracing, function transforms, gradients).
     `prepare(weight)` makes, once, the weight layout that the kernel wants, or returns None for a weight it leaves.
     `operators` are the operators outside Torch that it calls: it is refused where the target lacks one.
-    `weights` are the kinds of quantised weights that it reads; without any it reads plain ones only.
+    `weights` are the kinds of weights that it reads, quantised ones and perhaps `Tensor`; without any it reads plain
+    ones only. What `refuse` says includes what it does not read.
     """
 
     name: str
@@ -76,17 +77,15 @@ class Kernel:
     eager: bool = False
     prepare: Callable[[Any], Any] | None = None
     operators: tuple[str, ...] = ()
-    weights: tuple[type[QuantizedWeight], ...] = ()
+    weights: tuple[type[WeightValue] | type[Tensor], ...] = ()
 
     def serves(self, target: Target) -> bool:
         """Whether the kernel was written for this target."""
         return target.name in self.targets
 
     def reads(self, weight: Any) -> bool:
-        """Whether the kernel was written for weights of this kind. The reference reads all."""
-        if self.name == REFERENCE:
-            return True
-        return isinstance(weight, self.weights) if isinstance(weight, QuantizedWeight) else not self.weights
+        """Whether the kernel was written for weights of this kind, quantised or plain. The reference reads all."""
+        return self.name == REFERENCE or isinstance(weight, self.weights or Tensor)
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ class Op:
         eager: bool = False,
         prepare: Callable[[Any], Any] | None = None,
         operators: tuple[str, ...] = (),
-        weights: tuple[type[QuantizedWeight], ...] = (),
+        weights: tuple[type[WeightValue] | type[Tensor], ...] = (),
     ) -> Callable[[F], F]:
         """Register a kernel. Kernels are tried in the order registered, the reference last; see `order_by`."""
 
@@ -175,8 +174,9 @@ class Op:
                 raise LoweringError(
                     f"{self.name}: kernel {name!r} takes {inspect.signature(run)}, the op takes {self.signature}"
                 )
+            refused = _with_weights(name, weights, refuse)
             added = Kernel(
-                name, run, targets, refuse, host_reads, batches, forward_ad, differentiable, eager, prepare, operators,
+                name, run, targets, refused, host_reads, batches, forward_ad, differentiable, eager, prepare, operators,
                 weights,
             )  # fmt: skip
             reference = self.kernels.pop(REFERENCE)
@@ -253,6 +253,8 @@ class Op:
                 continue
             reason = _refusal(kernel, target, surroundings, args, kwargs)
             if reason is None:
+                if not _portable(kernel):
+                    refused.pop(FUSED, None)
                 later = ordered[ordered.index(kernel) + 1 :] if kernel in ordered else []
                 alike = [other for other in later if _portable(other) == _portable(kernel) and other.serves(target)]
                 return Choice(self.name, kernel, refused | {other.name: why for other in alike}, target, source)
@@ -302,9 +304,6 @@ def _portable(kernel: Kernel) -> bool:
 def _refusal(kernel: Kernel, target: Target, surroundings: str, args: Any, kwargs: Any) -> str | None:
     if not kernel.serves(target):
         return f"serves {', '.join(kernel.targets)}; target is {target.name}"
-    unread = _unread_weight(kernel, (*args, *kwargs.values()))
-    if unread is not None:
-        return unread
     if kernel.operators:
         from .npu.features import missing
 
@@ -325,19 +324,26 @@ def _refusal(kernel: Kernel, target: Target, surroundings: str, args: Any, kwarg
     return None if kernel.refuse is None else kernel.refuse(*args, **kwargs)
 
 
-def _unread_weight(kernel: Kernel, values: tuple[Any, ...]) -> str | None:
-    """A sentence about weights in a form that the kernel was not written for."""
-    if kernel.name == REFERENCE:
-        return None
+def _with_weights(name: str, kinds: tuple[type, ...], refuse: Refusal | None) -> Refusal:
+    """A kernel's refusal, after that of weights in a form that it was not written for."""
+
+    def refused(*args: Any, **kwargs: Any) -> str | None:
+        return unread_weight(name, kinds, (*args, *kwargs.values())) or (refuse and refuse(*args, **kwargs))
+
+    return refused
+
+
+def unread_weight(name: str, kinds: tuple[type, ...], values: tuple[Any, ...]) -> str | None:
+    """A sentence about a weight that the kernel of this name, which reads weights of these kinds, does not read."""
     owners = [value.kernels for value in values if isinstance(value, PreparedWeight)]
-    if any(kernel.name not in names for names in owners):
+    if any(name not in names for names in owners):
         return f"takes no weight that was prepared for {', '.join(owners[0])}"
-    quantized = [value for value in values if isinstance(value, QuantizedWeight)]
-    for value in quantized:
-        if not kernel.reads(value):
+    special = [value for value in values if isinstance(value, WeightValue)]
+    for value in special:
+        if not isinstance(value, kinds):
             return f"takes no {type(value).__name__} ({value.scheme})"
-    if kernel.weights and not quantized and not owners:
-        return f"takes {' and '.join(kind.__name__ for kind in kernel.weights)}; the weight of this call is plain"
+    if kinds and Tensor not in kinds and not special and not owners:
+        return f"takes {' and '.join(kind.__name__ for kind in kinds)}; the weight of this call is plain"
     return None
 
 

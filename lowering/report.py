@@ -16,7 +16,7 @@ from params.spec import TensorSpec
 
 from . import registry
 from . import target as targets
-from .op import FUSED
+from .op import FUSED, unread_weight
 from .policy import MODE, Policy, check
 from .sheet import Sheet
 from .target import Target
@@ -31,6 +31,7 @@ class Row:
     """One op with one choice: how often it was called, the kernel it got, and why others were refused.
 
     With `asked` the policy named the kernel for that op, this one or one that it contains, and no other was looked at.
+    `others` are kernels for weights of other kinds than the call's.
     """
 
     op: str
@@ -39,12 +40,13 @@ class Row:
     target: Target
     count: int = 0
     asked: str | None = None
+    others: frozenset[str] = frozenset()
 
     def reasons(self) -> str:
-        """One line a kernel that was refused, but for those that were written for other targets."""
+        """One line a kernel that was refused, but for those that were written for other targets or weights."""
         if self.asked is not None:
             return "asked for by name" + ("" if self.asked == self.op else f", of {self.asked}")
-        here = {kernel.name for kernel in registry.find(self.op).serving(self.target)}
+        here = {kernel.name for kernel in registry.find(self.op).serving(self.target)} - self.others
         return "\n".join(f"{name}: {why}" for name, why in self.refused.items() if name in here or name == FUSED)
 
 
@@ -56,7 +58,9 @@ class Report:
 
     def add(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count one call."""
-        new = Row(choice.op, choice.kernel.name, choice.refused, choice.target, asked=choice.asked)
+        kernels = registry.find(choice.op).kernels.values()
+        others = frozenset(kernel.name for kernel in kernels if unread_weight(kernel.name, kernel.weights, args))
+        new = Row(choice.op, choice.kernel.name, choice.refused, choice.target, asked=choice.asked, others=others)
         row = next((row for row in self.rows if replace(row, count=0) == new), new)
         if row is new:
             self.rows.append(new)

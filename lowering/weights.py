@@ -47,6 +47,12 @@ def plain(weight: Tensor | PreparedWeight | QuantizedWeight) -> Tensor:
     return weight.plain() if isinstance(weight, PreparedWeight) else weight
 
 
+def restored(weight: Any) -> Any:
+    """The weight that a prepared one was made of, quantised or not, where its class can give it back."""
+    readable = isinstance(weight, PreparedWeight) and type(weight).plain is not PreparedWeight.plain
+    return weight.plain() if readable else weight
+
+
 def prepare(params: T, target: str | Target | None = None) -> T:
     """The same parameters with each weight in the layout of the kernel that will read it on `target`.
 

@@ -4,6 +4,7 @@
     tree = params.load(directory, spec, names, dtype=torch.bfloat16)
     params.save(tree, directory, spec, names, config)        # transformers loads it; no tokenizer
     tree = params.init(spec, seed=0)
+    small = params.quantize(tree, "W8A8_DYNAMIC")            # saved as ModelSlim writes it
 
 `spec` is the parameter tree of a model with a `TensorSpec` at every leaf, `names` the table of its family
 (`params.names.<family>.NAMES`). This package knows no model and no kernel.
@@ -15,7 +16,11 @@ from params.files import StoredTensor, read_config, resolve, tensor_names
 from params.init import init
 from params.inspection import Inspection, inspect
 from params.mapped import MappedRows
+from params.quant.recipes import dequantize, quantize
+from params.quant.single import load_projection
 from params.saving import save
+from params.sharded import shard, sharded
+from params.sharding import Ranks
 from params.spec import TensorSpec
 from params.tree import (
     at,
@@ -38,9 +43,11 @@ __all__ = [
     "ConfigError",
     "Inspection",
     "MappedRows",
+    "Ranks",
     "StoredTensor",
     "TensorSpec",
     "at",
+    "dequantize",
     "describe",
     "equal",
     "from_checkpoint",
@@ -49,13 +56,17 @@ __all__ = [
     "items",
     "leaves",
     "load",
+    "load_projection",
     "map",
     "num_bytes",
     "off_tree",
     "put",
+    "quantize",
     "read_config",
     "resolve",
     "save",
+    "shard",
+    "sharded",
     "static",
     "summary",
     "tensor_names",

@@ -11,17 +11,23 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
 from params.errors import CheckpointError
-from params.files import StoredTensor, resolve, tensor_names
+from params.files import StoredTensor, listed, resolve, tensor_names
 from params.mapped import MappedRows, mapped
-from params.matching import Plan, match, shown
+from params.matching import Plan, match, refuse, shown
 from params.names.rules import Names
+from params.quant.description import FILE
+from params.quant.schemes import described
+from params.quant.stored import ZEROS, of_tree, zero_offsets
+from params.reading import Job, read_all, same_bytes, small
+from params.sharded import sharded
+from params.sharding import Ranks
 from params.spec import Constant, constants
 from params.tree import describe, dotted, items
 
@@ -29,9 +35,6 @@ T = TypeVar("T")
 
 Tables = Literal["device", "host", "file"]
 """Where `load` puts tables: beside the other leaves, on the CPU, or nowhere (`MappedRows`)."""
-
-CHUNK = 2**20
-"""Bytes read at a time; with a conversion or another device, the memory a load takes beyond its result."""
 
 
 def load(
@@ -44,9 +47,12 @@ def load(
     progress: bool = True,
     tensors: Mapping[str, StoredTensor] | None = None,
     tables: Tables = "device",
+    ranks: Ranks | None = None,
 ) -> T:
-    """The parameters of a checkpoint, in a tree like `spec`.
+    """The parameters of a checkpoint, in a tree like `spec`; of one of several `ranks` its part, and no more is read.
 
+    Where a `quant_model_description.json` lies beside them, the projections that it calls quantised are values of
+    `params.quant`, in the checkpoint's own form.
     Floating-point leaves get the dtype their spec pins, else `dtype`, else (`None`) the one they are stored in; other
     dtypes are never converted. `tensors` is an earlier `tensor_names(path)`, to read the headers once. `progress`
     shows a bar when standard error is a terminal. `tables` says where the leaves go that are read by rows: with "file"
@@ -60,25 +66,31 @@ def load(
         raise ValueError(f"tables={tables!r}: give 'device', 'host' or 'file'")
     directory = resolve(path)
     stored = tensor_names(directory) if tensors is None else tensors
+    wholes = dict(items(spec))
+    spec, names, problems, *_ = described(directory, spec, names, stored)
+    refuse(f"{directory}: {FILE} and the tensors do not fit", problems)
+    if ranks is not None:
+        spec, names = sharded(spec, names, wholes, ranks)
     plan = match(spec, names, stored, dtype)
     plan.check(directory)
     for name, source in plan.repeats:
-        if not _same_bytes(stored[name], stored[source]):
+        if not same_bytes(stored[name], stored[source]):
             raise CheckpointError(f"{directory}: {_untied(name, source)}")
     for name, constant in plan.constants:
-        _check_constant(directory, name, constant, _small(stored[name]))
+        _check_constant(directory, name, constant, small(stored[name]))
+    _check_offsets(directory, plan, stored)
     apart = {path for path, leaf in items(spec) if leaf.table and tables != "device"}
     leaves: dict[str, Any] = _mapped_tables(plan, stored, apart) if tables == "file" else {}
     leaves |= _allocate(
-        spec, plan.dtypes, {path: "cpu" if path in apart else device for path, _ in items(spec) if path not in leaves}
+        spec, plan, {path: "cpu" if path in apart else device for path, _ in items(spec) if path not in leaves}
     )
     jobs = [
-        (stored[name], part.of(leaves[path]))
+        Job(stored[name], part.of(leaves[path]), part.source)
         for name, path, part in plan.placements
         if isinstance(leaves[path], Tensor)
     ]
-    with _bar(sum(source.nbytes for source, _ in jobs), progress) as advance:
-        _read_all(jobs, advance)
+    with _bar(sum(job.nbytes for job in jobs), progress) as advance:
+        read_all(jobs, advance)
     return _rebuild(spec, leaves)
 
 
@@ -98,7 +110,7 @@ def from_checkpoint(
             raise CheckpointError(f"state dict: {_untied(name, source)}")
     for name, constant in plan.constants:
         _check_constant("state dict", name, constant, tensors[name])
-    leaves = _allocate(spec, plan.dtypes, {path: device for path, _ in items(spec)})
+    leaves = _allocate(spec, plan, {path: device for path, _ in items(spec)})
     for name, path, part in plan.placements:
         part.of(leaves[path]).copy_(tensors[name].detach().reshape(part.shape))
     return _rebuild(spec, leaves)
@@ -107,8 +119,10 @@ def from_checkpoint(
 def to_checkpoint(tree: Any, spec: Any, names: Names) -> dict[str, Tensor]:
     """A tree of values (parameters, gradients) as a state dict under the names of the text-only transformers class.
 
-    Merged leaves are split into views. `CheckpointError` lists the leaves that do not have the spec's shape.
+    Merged leaves are split into views; quantised weights give the tensors that ModelSlim stores. `CheckpointError`
+    lists the leaves that do not have the spec's shape.
     """
+    spec, names = of_tree(tree, spec, names)
     leaves, specs = dict(items(tree, is_leaf=_is_mapped)), dict(items(spec))
     wrong = [
         f"{path} is {describe(leaves[path]) if path in leaves else 'missing'}, expected {shown(leaf.shape)}"
@@ -121,19 +135,22 @@ def to_checkpoint(tree: Any, spec: Any, names: Names) -> dict[str, Tensor]:
     layouts = {path: names.layouts(path, leaf, specs)[0] for path, leaf in specs.items()}
     found = {part.name: part.of(leaves[path]) for path, layout in layouts.items() for part in layout}
     fixed = {names.constant(path): constant for path, constant in constants(spec).items() if constant.saved}
-    return found | {name: constant.tensor() for name, constant in fixed.items()}
+    return found | zero_offsets(names, found) | {name: constant.tensor() for name, constant in fixed.items()}
 
 
 def _is_mapped(node: Any) -> bool:
     return isinstance(node, MappedRows)
 
 
-def _allocate(
-    spec: Any, dtypes: Mapping[str, torch.dtype], devices: Mapping[str, torch.device | str]
-) -> dict[str, Tensor]:
-    """Empty leaves for the paths that `devices` names."""
+def _allocate(spec: Any, plan: Plan, devices: Mapping[str, torch.device | str]) -> dict[str, Tensor]:
+    """Empty leaves for the paths that `devices` names, zeros where nothing will fill some region."""
     leaves = dict(items(spec))
-    return {path: torch.empty(leaves[path].shape, dtype=dtypes[path], device=at) for path, at in devices.items()}
+    return {
+        path: (torch.zeros if path in plan.hollow else torch.empty)(
+            leaves[path].shape, dtype=plan.dtypes[path], device=at
+        )
+        for path, at in devices.items()
+    }
 
 
 def _mapped_tables(plan: Plan, stored: Mapping[str, StoredTensor], paths: Collection[str]) -> dict[str, MappedRows]:
@@ -142,18 +159,21 @@ def _mapped_tables(plan: Plan, stored: Mapping[str, StoredTensor], paths: Collec
     return {path: mapped(tensors) for path, tensors in parts.items()}
 
 
-def _small(source: StoredTensor) -> Tensor:
-    """A tensor of a few numbers, read into memory."""
-    found = torch.empty(source.shape, dtype=source.dtype)
-    _read_all([(source, found)], lambda done: None)
-    return found
-
-
 def _check_constant(where: str | Path, name: str, constant: Constant, found: Tensor) -> None:
     if not constant.equals(found):
         raise CheckpointError(
             f"{where}: {name} holds {found.flatten()[:20].tolist()}, the config gives {list(constant.values)[:20]}; "
             "the weights were made with another config, or hold a number that this model does not apply"
+        )
+
+
+def _check_offsets(directory: Path, plan: Plan, stored: Mapping[str, StoredTensor]) -> None:
+    """That integers which are taken to be symmetric are."""
+    wrong = [name for name, why in plan.ignored.items() if why == ZEROS and small(stored[name]).any()]
+    if wrong:
+        raise CheckpointError(
+            f"{directory}: weights with an offset are not supported, and these offsets are not zeros: {listed(wrong)}; "
+            "quantise the weights symmetrically"
         )
 
 
@@ -170,62 +190,6 @@ def _untied(name: str, source: str) -> str:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _same_bytes(first: StoredTensor, second: StoredTensor) -> bool:
-    """Whether two tensors of the same shape and dtype hold the same bits."""
-    try:
-        with first.file.open("rb") as one, second.file.open("rb") as two:
-            one.seek(first.offset)
-            two.seek(second.offset)
-            sizes = [min(CHUNK, first.nbytes - start) for start in range(0, first.nbytes, CHUNK)]
-            return all(one.read(size) == two.read(size) for size in sizes)
-    except OSError as error:
-        raise CheckpointError(f"{first.file} or {second.file} cannot be read: {error}") from error
-
-
-def _read_all(jobs: list[tuple[StoredTensor, Tensor]], advance: Callable[[int], None]) -> None:
-    """Fill every target from its place, file by file and front to back."""
-    by_file: dict[Path, list[tuple[StoredTensor, Tensor]]] = {}
-    for job in jobs:
-        by_file.setdefault(job[0].file, []).append(job)
-    for file, inside in by_file.items():
-        inside.sort(key=lambda job: job[0].offset)
-        try:
-            _read_file(file, inside, advance)
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
-
-
-def _read_file(file: Path, jobs: list[tuple[StoredTensor, Tensor]], advance: Callable[[int], None]) -> None:
-    with file.open("rb", buffering=0) as stream:
-        for source, target in jobs:
-            _read(stream, source, target, advance)
-
-
-def _read(stream: BinaryIO, source: StoredTensor, target: Tensor, advance: Callable[[int], None]) -> None:
-    """Read a tensor into `target`, which has its size: in place when it can be, else converted chunk by chunk."""
-    flat = target.view(-1)
-    direct = flat.dtype == source.dtype and flat.device.type == "cpu"
-    count = CHUNK // source.dtype.itemsize
-    buffer = torch.empty(0 if direct else min(count, flat.numel()), dtype=source.dtype)
-    stream.seek(source.offset)
-    for piece in flat.split(count) if flat.numel() else ():
-        landing = piece if direct else buffer[: piece.numel()]
-        _fill(stream, landing, source.file)
-        if not direct:
-            piece.copy_(landing)
-        advance(landing.numel() * landing.element_size())
-
-
-def _fill(stream: BinaryIO, landing: Tensor, file: Path) -> None:
-    """Read until the tensor is full. Reading, unlike mapping, survives a file that someone cuts short meanwhile."""
-    room = landing.view(torch.uint8).numpy().data
-    while room:
-        done = stream.readinto(room)  # type: ignore[attr-defined]
-        if not done:
-            raise CheckpointError(f"{file} became shorter while it was read; load again")
-        room = room[done:]
 
 
 @contextmanager

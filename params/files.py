@@ -85,10 +85,10 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{directory} has no config.json; a checkpoint is a directory with config and weights")
-    return _read_object(path, CONFIG_LIMIT, ConfigError)
+    return read_object(path, CONFIG_LIMIT, ConfigError)
 
 
-def _read_object(path: Path, limit: int, kind: type[ValueError]) -> dict[str, Any]:
+def read_object(path: Path, limit: int, kind: type[ValueError]) -> dict[str, Any]:
     """A JSON file that must hold an object; anything else raises `kind` with the reason."""
     try:
         size = path.stat().st_size
@@ -121,7 +121,7 @@ def tensor_names(directory: str | Path) -> dict[str, StoredTensor]:
         header = read_header(directory / file)
         twice = [f"{name} (in {found[name].file.name} and {file})" for name in header if name in found]
         if twice:
-            raise CheckpointError(f"{directory}: tensors that stand in two files: {_listed(twice)}; remove one")
+            raise CheckpointError(f"{directory}: tensors that stand in two files: {listed(twice)}; remove one")
         found |= header
     if index is not None:
         _check_index(directory, index, found)
@@ -136,19 +136,19 @@ def _visible(directory: Path, pattern: str) -> list[str]:
 def _read_index(directory: Path) -> dict[str, str] | None:
     indices = _visible(directory, "*.safetensors.index.json")
     if len(indices) > 1:
-        raise CheckpointError(f"{directory} has {len(indices)} indices: {_listed(indices)}; keep the one that counts")
+        raise CheckpointError(f"{directory} has {len(indices)} indices: {listed(indices)}; keep the one that counts")
     if not indices:
         return None
     path = directory / indices[0]
-    weight_map = _read_object(path, INDEX_LIMIT, CheckpointError).get("weight_map")
+    weight_map = read_object(path, INDEX_LIMIT, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map from tensor to file")
     wrong = [repr(file) for file in weight_map.values() if not _plain_file(file)]
     if wrong:
-        raise CheckpointError(f"{path}: a weight_map may only name safetensors files beside it, not {_listed(wrong)}")
+        raise CheckpointError(f"{path}: a weight_map may only name safetensors files beside it, not {listed(wrong)}")
     missing = sorted({file for file in weight_map.values() if not (directory / file).is_file()})
     if missing:
-        raise CheckpointError(f"{path} names files that are not there: {_listed(missing)}; finish the download")
+        raise CheckpointError(f"{path} names files that are not there: {listed(missing)}; finish the download")
     return weight_map
 
 
@@ -164,7 +164,7 @@ def _loose_files(directory: Path) -> list[str]:
     pickled = [name for pattern in ("*.bin", "*.pt", "*.pth") for name in _visible(directory, pattern)]
     if pickled:
         raise CheckpointError(
-            f"{directory} has pickled weights only ({_listed(pickled)}); they can run code and are not read. Where you "
+            f"{directory} has pickled weights only ({listed(pickled)}); they can run code and are not read. Where you "
             "trust them, convert: AutoModelForCausalLM.from_pretrained(directory).save_pretrained(new_directory)"
         )
     raise CheckpointError(f"{directory} has no *.safetensors file")
@@ -176,7 +176,7 @@ def _check_index(directory: Path, index: dict[str, str], found: dict[str, Stored
         f"{name} (in {stored.file.name}, not in the index)" for name, stored in found.items() if name not in index
     ]
     if wrong:
-        raise CheckpointError(f"{directory}: the index and the files disagree: {_listed(wrong)}; download them again")
+        raise CheckpointError(f"{directory}: the index and the files disagree: {listed(wrong)}; download them again")
 
 
 def _home(found: dict[str, StoredTensor], name: str) -> str | None:
@@ -217,7 +217,7 @@ def _stored(name: str, entry: dict[str, Any], file: Path, base: int) -> StoredTe
     return StoredTensor(tuple(entry["shape"]), DTYPES[entry["dtype"]], file, base + start, stop - start)
 
 
-def _listed(names: Iterable[str], most: int = 20) -> str:
+def listed(names: Iterable[str], most: int = 20) -> str:
     """Names for a message: all of them, or the first few and how many more."""
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -66,7 +66,7 @@ class Plan:
 
     `dtypes`: leaf path to the dtype it is to have. `repeats`: pairs of checkpoint tensors that must be equal, because
     the second is stored once more as the first. `constants`: checkpoint tensors and the numbers they must hold.
-    `ignored`: checkpoint tensor to reason.
+    `ignored`: checkpoint tensor to reason. `hollow`: leaves of which no tensor fills some region, which is zeros.
     """
 
     placements: tuple[Placement, ...]
@@ -75,20 +75,26 @@ class Plan:
     constants: tuple[tuple[str, Constant], ...]
     ignored: dict[str, str]
     problems: tuple[Problem, ...]
+    hollow: frozenset[str]
 
     def check(self, where: str | Path) -> None:
         """Raise one `CheckpointError` that lists every problem, by kind."""
-        if not self.problems:
-            return
         bad = len({problem.name for problem in self.problems})
-        lines = [f"{where}: {bad} of {len(self.placements) + bad} tensors do not fit"]
-        for kind in dict.fromkeys(problem.kind for problem in self.problems):
-            texts = [problem.text for problem in self.problems if problem.kind == kind]
-            lines.append(f"{kind} ({len(texts)}):")
-            lines += [f"  {text}" for text in texts[:LISTED]]
-            if len(texts) > LISTED:
-                lines.append(f"  and {len(texts) - LISTED} more")
-        raise CheckpointError("\n".join(lines))
+        refuse(f"{where}: {bad} of {len(self.placements) + bad} tensors do not fit", self.problems)
+
+
+def refuse(headline: str, problems: Sequence[Problem]) -> None:
+    """Raise one `CheckpointError` that lists the problems by kind, if there are any."""
+    if not problems:
+        return
+    lines = [headline]
+    for kind in dict.fromkeys(problem.kind for problem in problems):
+        texts = [problem.text for problem in problems if problem.kind == kind]
+        lines.append(f"{kind} ({len(texts)}):")
+        lines += [f"  {text}" for text in texts[:LISTED]]
+        if len(texts) > LISTED:
+            lines.append(f"  and {len(texts) - LISTED} more")
+    raise CheckpointError("\n".join(lines))
 
 
 def match(spec: Any, names: Names, tensors: Mapping[str, Shaped], dtype: torch.dtype | None) -> Plan:
@@ -99,11 +105,12 @@ def match(spec: Any, names: Names, tensors: Mapping[str, Shaped], dtype: torch.d
     if dtype is not None and dtype not in CASTABLE:
         raise CheckpointError(f"parameters cannot have dtype {dtype}; give one of {CASTABLE}, or None to keep theirs")
     leaves: dict[str, TensorSpec] = dict(items(spec))
-    present, problems = _canonical(names, tensors)
+    present, problems = by_rule_name(names, tensors)
     placements: list[Placement] = []
     missing: list[Problem] = []
-    for path, leaf in leaves.items():
-        for part in _closest(names.layouts(path, leaf, leaves), present):
+    layouts = {path: closest(names.layouts(path, leaf, leaves), present) for path, leaf in leaves.items()}
+    for path, layout in layouts.items():
+        for part in layout:
             if part.name in present:
                 placements.append(Placement(present[part.name], path, part))
             else:
@@ -121,11 +128,16 @@ def match(spec: Any, names: Names, tensors: Mapping[str, Shaped], dtype: torch.d
     problems += _misshapen(placements, tensors) + unfit + _unequal(repeats, tensors) + _miscounted(fixed, tensors)
     bad = {problem.name for problem in problems}
     kept = tuple(placement for placement in placements if placement.name not in bad)
-    return Plan(kept, dtypes, tuple(repeats.items()), tuple(fixed.items()), ignored, tuple(problems))
+    hollow = frozenset(path for path, leaf in leaves.items() if _filled(layouts[path]) < leaf.numel)
+    return Plan(kept, dtypes, tuple(repeats.items()), tuple(fixed.items()), ignored, tuple(problems), hollow)
 
 
-def _canonical(names: Names, tensors: Mapping[str, Shaped]) -> tuple[dict[str, str], list[Problem]]:
-    """Tensors by the name the rules use; a second tensor with the same such name is a problem."""
+def _filled(layout: Layout) -> int:
+    return sum(math.prod(part.shape) for part in layout)
+
+
+def by_rule_name(names: Names, tensors: Mapping[str, Shaped]) -> tuple[dict[str, str], list[Problem]]:
+    """The tensors' own names by those the rules use; a second tensor with one such name is a problem."""
     present: dict[str, str] = {}
     problems = []
     for own in tensors:
@@ -135,9 +147,9 @@ def _canonical(names: Names, tensors: Mapping[str, Shaped]) -> tuple[dict[str, s
     return present, problems
 
 
-def _closest(layouts: tuple[Layout, ...], present: Mapping[str, str]) -> Layout:
+def closest(layouts: tuple[Layout, ...], present: Mapping[str, str]) -> Layout:
     """The layout of which the largest share is there, the first one when none is."""
-    return max(layouts, key=lambda layout: sum(part.name in present for part in layout) / len(layout))
+    return max(layouts, key=lambda layout: sum(part.name in present for part in layout) / max(len(layout), 1))
 
 
 def _repeats(names: Names, left: Mapping[str, str], placements: list[Placement]) -> dict[str, str]:
@@ -190,12 +202,12 @@ def _misshapen(placements: list[Placement], tensors: Mapping[str, Shaped]) -> li
         Problem(
             "misshapen",
             name,
-            f"{name} is {_describe(tensors[name])}, expected {shown(part.shape)} for {path}",
+            f"{name} is {_describe(tensors[name])}, expected {shown(part.stored_shape)} for {path}",
             path,
             part,
         )
         for name, path, part in placements
-        if (tuple(tensors[name].shape) or (1,)) != (tuple(part.shape) or (1,))
+        if (tuple(tensors[name].shape) or (1,)) != (tuple(part.stored_shape) or (1,))
     ]
 
 
@@ -217,7 +229,9 @@ def _dtypes(
             problems.append(
                 Problem("wrong dtype", name, f"{name} is {_short(stored)}, {reason} for {path}", path, part)
             )
-    return chosen, problems
+    model = dtype or next((kind for path, kind in chosen.items() if leaves[path].dtype is None), torch.float32)
+    # A leaf without any tensor is one of zeros, in the model's dtype.
+    return {path: leaf.dtype or model for path, leaf in leaves.items()} | chosen, problems
 
 
 def _unfit(stored: torch.dtype, wanted: torch.dtype, kept: bool) -> str | None:

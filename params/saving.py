@@ -1,4 +1,4 @@
-"""Writing a checkpoint directory that transformers, and `load`, read."""
+"""Writing a checkpoint directory that transformers, and `load`, read; a quantised tree as ModelSlim writes it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,26 @@ from torch import Tensor
 from params.checkpoint import to_checkpoint
 from params.errors import CheckpointError, ConfigError
 from params.names.rules import Names
+from params.quant.description import FILE, written
+from params.quant.stored import QuantizedNames, of_tree
 from params.tree import items
 
-INDEX = "model.safetensors.index.json"
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", FILE)
 """What counts as weights of a model when a directory is not empty."""
+
+
+FLOAT_STEM, QUANTIZED_STEM = "model", "quant_model_weights"
+"""How the files of weights are called."""
+INDEX = f"{FLOAT_STEM}.safetensors.index.json"
 
 
 def save(
     tree: Any, path: str | Path, spec: Any, names: Names, config: dict[str, Any], *, max_shard_bytes: int = 5 * 10**9
 ) -> Path:
     """Write a parameter tree as a Hugging Face checkpoint; returns the directory.
+
+    A tree with quantised weights becomes a ModelSlim checkpoint: files named after it, a `quant_model_description.json`
+    that names every tensor's scheme, and no `quantization_config`.
 
     `config.json` is `config` with the dtype that is saved. With a nested `text_config` the tensors get the wrapper's
     names, else the text-only class's. More than `max_shard_bytes` becomes several files and an index. Only weights and
@@ -36,14 +45,20 @@ def save(
     is written under hidden temporary names first, then renamed.
     """
     tensors = to_checkpoint(tree, spec, names)
+    spec, names = of_tree(tree, spec, names)
+    words = names.words(tensors) if isinstance(names, QuantizedNames) else None
+    stem = FLOAT_STEM if words is None else QUANTIZED_STEM
     settings = _settings(config, _model_dtype(tree, spec), _tied(names, tensors))
     if isinstance(config.get("text_config"), dict):
         tensors = {_nested(name, names): tensor for name, tensor in tensors.items()}
-    shards = _shards(tensors, max_shard_bytes)
+        words = None if words is None else {_nested(name, names): word for name, word in words.items()}
+    shards = _shards(tensors, max_shard_bytes, stem)
     directory = Path(path)
     writers: dict[str, Callable[[Path], None]] = {file: _weights(shard) for file, shard in shards.items()}
     if len(shards) > 1:
-        writers[INDEX] = _text(_index(shards))
+        writers[f"{stem}.safetensors.index.json"] = _text(_index(shards))
+    if words is not None:
+        writers[FILE] = _text(written(words))
     _refuse_others(directory, set(writers))
     writers["config.json"] = _text(settings)
     directory.mkdir(parents=True, exist_ok=True)
@@ -62,13 +77,17 @@ def _tied(names: Names, tensors: dict[str, Tensor]) -> bool | None:
     return all(name not in tensors for name in names.tied) if names.tied else None
 
 
+_REPLACED = ("torch_dtype", "quantization_config")
+"""What a config says of weights that are not the ones beside it."""
+
+
 def _settings(config: dict[str, Any], dtype: torch.dtype, tied: bool | None) -> str:
     """`config.json`, made to agree with the weights beside it."""
     word = str(dtype).removeprefix("torch.")
-    settings = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": word}
+    settings = {key: value for key, value in config.items() if key not in _REPLACED} | {"dtype": word}
     text = config.get("text_config")
     if isinstance(text, dict):
-        settings["text_config"] = {key: value for key, value in text.items() if key != "torch_dtype"} | {"dtype": word}
+        settings["text_config"] = {key: value for key, value in text.items() if key not in _REPLACED} | {"dtype": word}
     if tied is not None:
         said = config.get("tie_word_embeddings", (text or {}).get("tie_word_embeddings", tied))
         if said != tied:
@@ -86,7 +105,7 @@ def _nested(name: str, names: Names) -> str:
     return names.nested + name.removeprefix("model.") if name.startswith("model.") else name
 
 
-def _shards(tensors: dict[str, Tensor], limit: int) -> dict[str, dict[str, Tensor]]:
+def _shards(tensors: dict[str, Tensor], limit: int, stem: str) -> dict[str, dict[str, Tensor]]:
     """File name to its tensors, filled in order; a tensor above the limit gets a file of its own."""
     groups: list[dict[str, Tensor]] = [{}]
     room = limit
@@ -98,8 +117,8 @@ def _shards(tensors: dict[str, Tensor], limit: int) -> dict[str, dict[str, Tenso
         groups[-1][name] = tensor
         room -= size
     if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    return {f"model-{number:05}-of-{len(groups):05}.safetensors": group for number, group in enumerate(groups, 1)}
+        return {f"{stem}.safetensors": groups[0]}
+    return {f"{stem}-{number:05}-of-{len(groups):05}.safetensors": group for number, group in enumerate(groups, 1)}
 
 
 def _index(shards: dict[str, dict[str, Tensor]]) -> str:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from params.tree import static, tree
 from params.weights import WeightValue
 
@@ -53,6 +55,11 @@ class VocabularyWeight(WeightValue):
     def shape(self) -> tuple[int, ...]:
         """That of the whole table."""
         return self.vocab, self.weight.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its rows."""
+        return self.weight.dtype
 
     def static_key(self) -> tuple[object, ...]:
         """What a choice of kernel may depend on."""

@@ -148,14 +148,19 @@ def put(value: T, path: str, new: Any) -> T:
 
 
 def to(value: T, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> T:
-    """Move every tensor to `device`, and floating-point ones to `dtype`."""
+    """Move every tensor to `device`, and floating-point ones to `dtype`.
+
+    A node whose class says `exact` keeps its dtypes: its tensors are the encoding of a value.
+    """
 
     def move(leaf: Any) -> Any:
+        if getattr(leaf, "exact", False):
+            return map(lambda inner: inner.to(device), leaf)
         if not isinstance(leaf, Tensor):
             return leaf
         return leaf.to(device=device, dtype=dtype if leaf.is_floating_point() else None)
 
-    return map(move, value)
+    return map(move, value, is_leaf=lambda node: getattr(node, "exact", False))
 
 
 def num_bytes(value: Any) -> int:
@@ -180,7 +185,11 @@ def _same(a: Any, b: Any) -> bool:
     if a is b:
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        # Floats of eight bits have no comparison of their own.
+        a, b = (x.float() if x.is_floating_point() and x.element_size() == 1 else x for x in (a, b))
+        return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
     return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
 
 

@@ -1,6 +1,6 @@
 """Multi-head latent attention: one latent and one rope key a token in the state, keys and values of all heads from it.
 
-DeepSeek-V2; see `lowering.ops.mla` for the arithmetic.
+DeepSeek-V2, and without a rotation Kimi Linear; see `lowering.ops.mla` for the arithmetic.
 """
 
 from __future__ import annotations
@@ -95,19 +95,20 @@ def latent_attention(
     x: Float[Tensor, "tokens hidden"],
     past: LatentPages | None,
     step: Step,
-    rotary: tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]],
+    rotary: tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]] | None,
     *,
     heads: int,
     nope_dim: int,
+    rope_dim: int,
     v_dim: int,
     scale: float,
     eps: float,
 ) -> tuple[Float[Tensor, "tokens hidden"], LatentPages | None]:
     """out(attention over the row's latents), and the pages with the new latents and rope keys written.
 
-    `eps` is that of the norms of latents.
+    Without `rotary` rope keys, and the queries that meet them, stay as they are. `eps` is that of the norms of latents.
     """
-    latent_dim, rope_dim = params.latent_norm.weight.shape[0], 2 * rotary[0].shape[1]
+    latent_dim = params.latent_norm.weight.shape[0]
     projected = ops.linear(x, params.down.weight)
     q, kv = projected.split((projected.shape[1] - latent_dim - rope_dim, latent_dim + rope_dim), -1)
     q, kv = (x if bias is None else x + bias for x, bias in ((q, params.q_bias), (kv, params.kv_bias)))
@@ -126,7 +127,7 @@ def latent_attention(
         )
     q = rearrange(q, "tokens (heads dim) -> tokens heads dim", heads=heads)
     q_nope, q_rope = q.split((nope_dim, rope_dim), -1)
-    q_rope = ops.rotary_interleaved(q_rope, *rotary)
+    q_rope = _turned(q_rope, rotary)
     rows = {"max_query": step.max_query, "uniform": step.uniform, "scale": scale}
     if past is None:
         y = _among_themselves(params, q_nope, q_rope, kv, step, rotary, rows, v_dim, eps)
@@ -139,7 +140,7 @@ def latent_attention(
         )
     past = writable(past, q_nope, q_rope, kv, params.latent_norm.weight, *leaves(params.up))
     *pages, latent, rope = ops.latent_norm_rope_write(
-        past.latent, past.rope, kv, params.latent_norm.weight, *rotary, step.slots, eps=eps
+        past.latent, past.rope, kv, params.latent_norm.weight, *(rotary or (None, None)), step.slots, eps=eps
     )
     y = ops.mla_prefix_attention(
         q_nope, q_rope, latent, rope, *pages, params.up.weight, step.page_table, step.lengths, step.query_start,
@@ -148,14 +149,18 @@ def latent_attention(
     return project(params.out, y.flatten(1)), LatentPages(*pages)
 
 
+def _turned(x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    return x if rotary is None else ops.rotary_interleaved(x, *rotary)
+
+
 def _among_themselves(
-    params: LatentAttention, q_nope: Tensor, q_rope: Tensor, kv: Tensor, step: Step, rotary: tuple[Tensor, Tensor],
-    rows: dict[str, float], v_dim: int, eps: float,
+    params: LatentAttention, q_nope: Tensor, q_rope: Tensor, kv: Tensor, step: Step,
+    rotary: tuple[Tensor, Tensor] | None, rows: dict[str, float], v_dim: int, eps: float,
 ) -> Float[Tensor, "tokens heads v_dim"]:  # fmt: skip
     """Without a state: keys and values of all heads are made, and each token sees its row's earlier ones."""
     latent, rope = kv.split((params.latent_norm.weight.shape[0], q_rope.shape[2]), -1)
     latent = ops.rms_norm(latent, params.latent_norm.weight, eps=eps)
-    rope = ops.rotary_interleaved(rope[:, None], *rotary)
+    rope = _turned(rope[:, None], rotary)
     both = ops.linear(latent, plain(params.up.weight).to(latent.dtype)).unflatten(1, (q_nope.shape[1], -1))
     k_nope, v = both.split((q_nope.shape[2], v_dim), -1)
     q, k = torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, rope.expand(-1, q_rope.shape[1], -1)), -1)

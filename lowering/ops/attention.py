@@ -1,7 +1,8 @@
-"""Causal grouped-query attention over ragged rows, with and without pages of past keys and values.
+"""Grouped-query attention over ragged rows, with and without pages of past keys and values.
 
-Query head h reads key/value head h // (heads / kv_heads). Softmax runs in float32 or wider. With a `window` of at least
-1 a token sees itself and at most `window` - 1 tokens before it, else all of them.
+Query head h reads key/value head h // (heads / kv_heads). Softmax runs in float32 or wider. Attention is causal: with a
+`window` of at least 1 a token sees itself and at most `window` - 1 tokens before it, else all of them. The tokens of a
+draft's block see those after them too (`block_attention`).
 """
 
 from __future__ import annotations
@@ -78,6 +79,45 @@ def paged_attention(
     return attend_pages(q, k_pages, v_pages, page_table, at, lengths, query_start, max_query, uniform, scale, window)
 
 
+@op
+def block_attention(
+    q: Float[Tensor, "tokens heads head_dim"],
+    k_pages: Float[Tensor, "pages page_size kv_heads head_dim"],
+    v_pages: Float[Tensor, "pages page_size kv_heads v_dim"],
+    page_table: Int[Tensor, "rows max_pages"],
+    lengths: Int[Tensor, " rows"],
+    host: HostLengths,
+    *,
+    block: int,
+    scale: float,
+    window: int | None = None,
+) -> Float[Tensor, "tokens heads v_dim"]:
+    """Attention of each row's newest `block` tokens over all its `lengths` tokens, to both sides (DFlash, DSpark).
+
+    `lengths` counts the block, whose tokens see each other and all before them; with a `window`, those at most
+    `window` - 1 places away on either side. Slots at or past a row's length may hold anything, NaN included. The
+    reference gathers every page of every row.
+    """
+    at = torch.arange(page_table.shape[1] * k_pages.shape[1], device=q.device)
+    held = at < lengths[:, None]
+    k3, v3 = (_gathered(pool, page_table, held, q.dtype) for pool in (k_pages, v_pages))
+    visible = held[:, None].expand(-1, block, -1)
+    if window is not None:
+        query_at = (lengths - block)[:, None] + torch.arange(block, device=q.device)
+        visible = visible & near(query_at[..., None], at, window)
+    return attend(q.unflatten(0, (-1, block)), k3, v3, visible, scale).flatten(0, 1)
+
+
+def near(query_at: Tensor, key_at: Tensor, window: int) -> Tensor:
+    """Whether a query at one place of a row sees the key at another, before it or after it."""
+    return (key_at - query_at).abs() < window
+
+
+def _gathered(pool: Tensor, pages: Tensor, held: Tensor, dtype: torch.dtype) -> Tensor:
+    """What lies in `pages` [rows pages] of a pool, [rows keys ...], with zeros where the row holds no token."""
+    return torch.where(held[..., None, None], pool[pages].flatten(1, 2), 0).to(dtype)
+
+
 def attend_pages(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Tensor, at: Tensor, lengths: Tensor, query_start: Tensor,
     max_query: int, uniform: bool, scale: float, window: int | None,
@@ -85,9 +125,7 @@ def attend_pages(
     """`paged_attention` of keys that lie in `pages` [rows pages], at the places `at` [rows keys] of their rows."""
     q3 = to_rectangle(q, query_start, max_query, uniform)
     held = at < lengths[:, None]
-    k3, v3 = (
-        torch.where(held[..., None, None], pool[pages].flatten(1, 2), 0).to(q.dtype) for pool in (k_pages, v_pages)
-    )
+    k3, v3 = (_gathered(pool, pages, held, q.dtype) for pool in (k_pages, v_pages))
     first = lengths - query_start.diff()
     query_at = first[:, None] + torch.arange(max_query, device=q.device)
     visible = held[:, None] & seen(query_at[..., None], at[:, None], window)

@@ -44,7 +44,7 @@ def delta_gates(
 
 
 @op
-def kimi_gates(
+def channel_gates(
     f: Float[Tensor, "tokens v_heads k_dim"],
     b: Float[Tensor, "tokens v_heads"],
     a_log: Float[Tensor, " v_heads"],
@@ -80,7 +80,8 @@ class DeltaTrail:
 class DeltaInputs:
     """Enough to stand after any of the newest tokens: the state before them and what each gave to the rule.
 
-    For kernels that do not tell what they wrote, with one decay a head. Rows are a rectangle; cells past a row's end change nothing.
+    For kernels that do not tell what they wrote, with one decay a head. Rows are a rectangle; cells past a row's end
+    change nothing.
     """
 
     before: Float[Tensor, "slots v_heads v_dim k_dim"]
@@ -113,12 +114,11 @@ def replay_delta(
     """Apply the first `accepted` recorded updates of each row to the state before them."""
     step = torch.arange(keys.shape[1], device=keys.device)
     taken = (step < accepted[:, None])[..., None, None]
-    decay = torch.where(taken, of_channels(decay, keys), 0)
-    since = decay.cumsum(1)
-    total = since[:, -1]
+    # Summed from the end: a difference of sums would be lost in rounding after a step that forgets nearly all.
+    behind = torch.where(taken, of_channels(decay, keys), 0).flip(1).cumsum(1).flip(1)
     # What an update has left at the end: the decay of the accepted steps after it.
-    left = torch.where(taken, total[:, None] - since, -torch.inf).exp()
-    after = wide(before[: keys.shape[0]]) * total.exp()[:, :, None]
+    left = torch.where(taken, F.pad(behind[:, 1:], (0, 0, 0, 0, 0, 1)), -torch.inf).exp()
+    after = wide(before[: keys.shape[0]]) * behind[:, 0].exp()[:, :, None]
     after = after + torch.einsum("rshv,rshk->rhvk", updates, keys * left)
     return torch.cat((after.to(before.dtype), before[keys.shape[0] :]))
 

@@ -9,6 +9,8 @@ are read as they lie.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -70,6 +72,18 @@ def mla_prefix_attention(
     weights = torch.where(visible, scores.softmax(-1), 0)
     y = torch.einsum("rhqk,rkhd->rqhd", weights, v).to(q_nope.dtype)
     return to_flat(y, query_start, q_nope.shape[0], uniform)
+
+
+def dequantized_once(up: Tensor | QuantizedWeight) -> Tensor | None:
+    """The float32 weight that a quantised one stands for, for kernels to prepare; None for one that is float already.
+
+    Its scales do not say in which dtype the model runs.
+    """
+    return up.dequantized() if isinstance(up, QuantizedWeight) else None
+
+
+ANY_WEIGHT: dict[str, Any] = {"weights": (Tensor, QuantizedWeight), "prepare": dequantized_once}
+"""For a kernel that reads `up` quantised or not, by `plain`."""
 
 
 def expanded(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from params.quant.values import QuantizedWeight
+from params.shards import AddendWeight, SomeExperts
+from params.weights import WeightValue
 
 from ..op import op
 from ..weights import PreparedWeight, plain
+from .collective import all_reduce
 from .linear import linear
 from .mlp import swiglu
 from .quant import of_expert
@@ -87,14 +89,21 @@ def experts(
     x: Float[Tensor, "tokens hidden"],
     weights: Float[Tensor, "tokens choices"],
     ids: Int[Tensor, "tokens choices"],
-    gate_up: Float[Tensor, "experts twice_inner hidden"] | QuantizedWeight | PreparedWeight,
-    down: Float[Tensor, "experts hidden inner"] | QuantizedWeight | PreparedWeight,
+    gate_up: Float[Tensor, "experts twice_inner hidden"] | WeightValue | PreparedWeight,
+    down: Float[Tensor, "experts hidden inner"] | WeightValue | PreparedWeight,
 ) -> Float[Tensor, "tokens hidden"]:
     """Sum over each token's experts of weight * down(swiglu(gate_up x)), in the order of expert ids.
 
     The reference sends every token through every expert, with weight zero where it was not chosen. Products with
-    quantised weights are those of `linear`; what lies between the two has the dtype of x.
+    quantised weights are those of `linear`; what lies between the two has the dtype of x. Of experts that several ranks
+    share (`params.shards`) the result is that of all, on every rank.
     """
+    if isinstance(gate_up, AddendWeight) and isinstance(down, AddendWeight):
+        return all_reduce.body(experts.body(x, weights, ids, gate_up.weight, down.weight), group=down.group)
+    if isinstance(gate_up, SomeExperts) and isinstance(down, SomeExperts):
+        own, at = own_choices(ids, down)
+        y = experts.body(x, torch.where(own, weights, 0), at, gate_up.weight, down.weight)
+        return all_reduce.body(y, group=down.group)
     gate_up, down = (plain(w) if isinstance(w, PreparedWeight) else w for w in (gate_up, down))
     out = torch.zeros_like(x)
     for expert in range(gate_up.shape[0]):
@@ -104,3 +113,12 @@ def experts(
         # A token that did not choose the expert must not meet its value: an overflow there would be 0 * inf.
         out = out + torch.where(weight != 0, y * weight, 0)
     return out
+
+
+def own_choices(
+    ids: Int[Tensor, "tokens choices"], weight: SomeExperts
+) -> tuple[Bool[Tensor, "tokens choices"], Int[Tensor, "tokens choices"]]:
+    """Which choices fall on this rank's experts, and their places among these (0 for the others)."""
+    at = ids - weight.first
+    own = (at >= 0) & (at < weight.weight.shape[0])
+    return own, torch.where(own, at, 0)

@@ -1,5 +1,5 @@
 """Faster Torch kernels, where a reference is slow. Same file names as `ops/`."""
 
-from . import attention, delta, kda, linear, mla, moe, sampling, short_conv, sparse
+from . import attention, delta, kda, linear, mla, moe, quant, sampling, sharded, short_conv, sparse
 
-__all__ = ["attention", "delta", "kda", "linear", "mla", "moe", "sampling", "short_conv", "sparse"]
+__all__ = ["attention", "delta", "kda", "linear", "mla", "moe", "quant", "sampling", "sharded", "short_conv", "sparse"]

@@ -12,7 +12,16 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from ..ops.attention import attend_pages, attention, paged_attention, pages_of_window, seen, window_pages
+from ..ops.attention import (
+    attend_pages,
+    attention,
+    block_attention,
+    near,
+    paged_attention,
+    pages_of_window,
+    seen,
+    window_pages,
+)
 from ..ops.ragged import to_flat, to_rectangle
 from ..ops.widen import wide
 from ..target import EVERY
@@ -137,3 +146,24 @@ def _window(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_
     assert window is not None
     pages, at = window_pages(page_table, lengths, query_start, k_pages.shape[1], max_query, window)
     return attend_pages(q, k_pages, v_pages, pages, at, lengths, query_start, max_query, uniform, scale, window)
+
+
+def _refuse_block_rows(q, k_pages, v_pages, page_table, lengths, host, *, block, scale, window=None) -> str | None:
+    return None if host.exact else "needs exact row lengths on the host, and only an upper bound is known"
+
+
+@block_attention.kernel("torch_rows", targets=("cpu",), refuse=_refuse_block_rows, host_reads=True, forward_ad=False)
+def _block_rows(q, k_pages, v_pages, page_table, lengths, host, *, block, scale, window=None):
+    outputs = []
+    for x, length, pages in zip(q.split(block), host.length, host.pages, strict=True):
+        first = 0 if window is None else max(length - block - window + 1, 0)
+        k4, v4 = (_held(pool, pages, first, length).to(q.dtype).transpose(0, 1)[:, None] for pool in (k_pages, v_pages))
+        # Heads that share a key/value head are further queries of it; without a window all see the same keys.
+        grouped = rearrange(x, "queries (kv_heads shared) dim -> kv_heads 1 (queries shared) dim", kv_heads=len(k4))
+        mask = None
+        if window is not None:
+            places = torch.arange(first, length, device=q.device)
+            mask = near(places[-block:, None], places, window).repeat_interleave(q.shape[1] // len(k4), 0)
+        y = F.scaled_dot_product_attention(grouped, k4, v4, attn_mask=mask, scale=scale)
+        outputs.append(rearrange(y, "kv_heads 1 (queries shared) dim -> queries (kv_heads shared) dim", queries=block))
+    return torch.cat(outputs)

@@ -34,7 +34,7 @@ Chunk = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor,
 
 
 def exp(x: Tensor) -> Tensor:
-    """exp(x), and 0 where that is below `SMALLEST`."""
+    """The exponential, and 0 where it is below `SMALLEST`."""
     return F.threshold(x, math.log(SMALLEST), -torch.inf).exp()
 
 

@@ -7,13 +7,16 @@ host and look at the pages that a row fills; the two others are programs of fixe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from params.quant.values import QuantizedWeight
+
 from ..host import HostLengths, tracing
 from ..layouts import Pages
-from ..ops.mla import mla_prefix_attention
+from ..ops.mla import ANY_WEIGHT, mla_prefix_attention
 from ..ops.ragged import in_row, to_flat, to_rectangle
 from ..ops.widen import wide, wide_dtype
 from ..target import EVERY
@@ -66,7 +69,9 @@ def _refuse_rows(
     return None if host.exact else "needs exact row lengths on the host, and only an upper bound is known"
 
 
-@mla_prefix_attention.kernel("torch_absorbed_rows", targets=("cpu",), refuse=_refuse_rows, host_reads=True)
+@mla_prefix_attention.kernel(
+    "torch_absorbed_rows", targets=("cpu",), refuse=_refuse_rows, host_reads=True, **ANY_WEIGHT
+)
 def _absorbed_rows(
     q_nope, q_rope, latent, rope, latent_pages, rope_pages, up, page_table, lengths, query_start, host, *,
     max_query, uniform, scale, v_dim,
@@ -86,7 +91,7 @@ def _absorbed_rows(
     return _end_to_end([_back_from_latents(torch.cat(parts), v_up)] if parts else [], q_nope, v_dim)
 
 
-@mla_prefix_attention.kernel("torch_concat", targets=("cpu",), refuse=_refuse_rows, host_reads=True)
+@mla_prefix_attention.kernel("torch_concat", targets=("cpu",), refuse=_refuse_rows, host_reads=True, **ANY_WEIGHT)
 def _concat(
     q_nope, q_rope, latent, rope, latent_pages, rope_pages, up, page_table, lengths, query_start, host, *,
     max_query, uniform, scale, v_dim,
@@ -110,7 +115,7 @@ def _concat(
     return _end_to_end(parts, q_nope, v_dim)
 
 
-@mla_prefix_attention.kernel("torch_absorbed", targets=EVERY)
+@mla_prefix_attention.kernel("torch_absorbed", targets=EVERY, **ANY_WEIGHT)
 def _absorbed(
     q_nope, q_rope, latent, rope, latent_pages, rope_pages, up, page_table, lengths, query_start, host, *,
     max_query, uniform, scale, v_dim,
@@ -134,7 +139,7 @@ def _absorbed(
     return _back_from_latents(y, v_up).to(q_nope.dtype)
 
 
-@mla_prefix_attention.kernel("torch_two_pass", targets=EVERY)
+@mla_prefix_attention.kernel("torch_two_pass", targets=EVERY, **ANY_WEIGHT)
 def _two_pass(
     q_nope, q_rope, latent, rope, latent_pages, rope_pages, up, page_table, lengths, query_start, host, *,
     max_query, uniform, scale, v_dim,
@@ -167,7 +172,7 @@ def _two_pass(
 # What the absorbed kernels share
 
 
-def _of_heads(up: Tensor | PreparedWeight, q_nope: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
+def _of_heads(up: Tensor | QuantizedWeight | PreparedWeight, q_nope: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
     """The parts of `up` that make keys [heads nope_dim latent_dim] and values [heads v_dim latent_dim]."""
     both = plain(up).to(wide_dtype(q_nope)).unflatten(0, (q_nope.shape[1], -1))
     return both[:, :-v_dim], both[:, -v_dim:]
@@ -257,7 +262,7 @@ class _Keys:
     v: Tensor
 
     @classmethod
-    def of(cls, latents: Tensor, shared: Tensor | None, up: Tensor | PreparedWeight, heads: int, v_dim: int) -> _Keys:
+    def of(cls, latents: Tensor, shared: Tensor | None, up: Any, heads: int, v_dim: int) -> _Keys:
         """Those of latents and rope keys [rows keys width]."""
         both = (plain(up).to(latents.dtype) @ latents.mT).unflatten(1, (heads, -1))
         return cls(both[:, :, :-v_dim], None if shared is None else shared.mT, both[:, :, -v_dim:])

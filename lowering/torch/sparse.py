@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -20,12 +22,13 @@ EXPANDED = 256
 """Queries whose blocks are expanded to tokens at a time."""
 GATHERED = 16
 """Queries whose selected keys and values are gathered at a time."""
-CACHED = 2
-"""The same where they are gathered into one buffer again and again, which should stay in the processor's cache."""
-MASKED = 32
-"""Queries that share one product with all the keys they may see."""
-WORTH = 4
-"""How many times the selected tokens a row may hold for products with all of them, masked, to beat gathering them."""
+CACHED = 1
+"""The same, for each thread, where they are gathered into one buffer again and again, to stay in its cache."""
+SHARED = 32
+"""Queries of a row that stand together and share products with all the keys that any of them selects, or may see."""
+WORTH = (3.0, 3.5)
+"""How many times as many keys as one query selects such a product may take, to beat gathering them query by query: keys
+of 16 bits, which take half the time to gather, and of 32."""
 
 
 def _refuse_wide(q, index_pages, page_table, lengths, query_start, *, max_query, uniform, ratio, top_k) -> str | None:
@@ -122,40 +125,48 @@ def _refuse_rows(q, k_pages, v_pages, selected, page_table, lengths, query_start
 def _attend_rows(q, k_pages, v_pages, selected, page_table, lengths, query_start, *, scale):
     out = q.new_zeros(q.shape[0], q.shape[1], v_pages.shape[3])
     for start, end, length, table in _rows_of(page_table, lengths, query_start):
-        shared = _sharing(end - start, length, selected.shape[1])
-        k, v = (_held(pool, table, length - (end - start) + shared).to(q.dtype) for pool in (k_pages, v_pages))
+        most = int(WORTH[k_pages.dtype.itemsize > 2] * selected.shape[1])
+        all_of = _seeing_few(end - start, length, selected.shape[1], most)
+        k, v = (_held(pool, table, length - (end - start) + all_of).to(q.dtype) for pool in (k_pages, v_pages))
         # A weight of zero hides a number, but neither NaN nor infinity: those may only be read where selected.
-        if shared and bool(v.isfinite().all()):
-            middle = start + shared
+        if all_of and bool(v.isfinite().all()):
+            middle = start + all_of
             out[start:middle] = _masked(q[start:middle], k, v, selected[start:middle], scale)
             start = middle
-        if start < end:
-            pools, pages = (k_pages, v_pages), torch.tensor(table)
-            out[start:end] = _gathered(q[start:end], *pools, selected[start:end], pages, scale)
+        row = _Row(k_pages, v_pages, torch.tensor(table), length, most)
+        for at in range(start, end, SHARED):
+            part = slice(at, min(at + SHARED, end))
+            out[part] = row.attend(q[part], selected[part], scale)
     return out
 
 
-def _sharing(queries: int, length: int, selected: int) -> int:
-    """How many of a row's newest tokens, from the first on, see few enough keys to share products with all of them."""
+def _seeing_few(queries: int, length: int, selected: int, most: int) -> int:
+    """How many of a row's newest tokens, from the first on, see few enough keys to take all of them, masked."""
     if queries <= FEW:
         return queries if length <= selected else 0
-    return min(max(WORTH * selected - (length - queries), 0), queries)
+    return min(max(most - (length - queries), 0), queries)
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float) -> Tensor:
     """Attention of a row's tokens, q [queries heads dim], over all keys up to the last, k and v [keys kv_heads dim]."""
-    queries = q.shape[0]
-    heads = wide(_grouped(q, k.shape[1])).permute(1, 2, 0, 3) * scale
+    outputs, before = [], k.shape[0] - q.shape[0]
     keys, values = wide(k).permute(1, 2, 0), wide(v).transpose(0, 1)
-    outputs = []
-    for at in range(0, queries, MASKED):
-        part, some = heads[:, :, at : at + MASKED], selected[at : at + MASKED]
-        seen = k.shape[0] - queries + at + some.shape[0]
-        scores = torch.bmm(part.flatten(1, 2), keys[..., :seen]).unflatten(1, part.shape[1:3])
-        scores.masked_fill_(_unselected(some, seen), -torch.inf)
-        y = torch.bmm(scores.softmax(-1).flatten(1, 2), values[:, :seen]).unflatten(1, part.shape[1:3])
-        outputs.append(y.masked_fill_(some[:, :1] < 0, 0))
-    return rearrange(torch.cat(outputs, 2), "kv_heads shared queries dim -> queries (kv_heads shared) dim").to(q.dtype)
+    for part, some in zip(q.split(SHARED), selected.split(SHARED), strict=True):
+        before += part.shape[0]
+        unselected = _unselected(some, before)
+        outputs.append(_product(part, keys[..., :before], values[:, :before], unselected, scale))
+    return torch.cat(outputs)
+
+
+def _product(q: Tensor, keys: Tensor, values: Tensor, unselected: Tensor, scale: float) -> Tensor:
+    """Attention of tokens, q [queries heads dim], over keys [kv_heads dim keys] not `unselected` [queries keys]."""
+    heads = (wide(_grouped(q, keys.shape[0])) * scale).permute(1, 2, 0, 3)
+    scores = torch.bmm(heads.flatten(1, 2), keys).unflatten(1, heads.shape[1:3])
+    weights = scores.masked_fill_(unselected, -torch.inf).softmax(-1)
+    y = torch.bmm(weights.flatten(1, 2), values).unflatten(1, heads.shape[1:3])
+    # Where nothing is selected there are no weights.
+    y = y.masked_fill_(unselected.all(-1)[:, None], 0)
+    return rearrange(y, "kv_heads shared queries dim -> queries (kv_heads shared) dim").to(q.dtype)
 
 
 def _unselected(selected: Tensor, keys: int) -> Tensor:
@@ -165,18 +176,56 @@ def _unselected(selected: Tensor, keys: int) -> Tensor:
     return without.scatter_(1, torch.where(selected < 0, keys, selected).long(), False)[:, :keys]
 
 
+@dataclass(frozen=True)
+class _Row:
+    """Pages of one row, of `length` tokens; queries that stand together may share up to `most` keys."""
+
+    k_pages: Tensor
+    v_pages: Tensor
+    table: Tensor
+    length: int
+    most: int
+
+    def attend(self, q: Tensor, selected: Tensor, scale: float) -> Tensor:
+        """Attention of tokens that stand together, over copies of what any of them selects, or each over its own."""
+        y = self._shared(q, selected, scale) if q.shape[0] > 1 else None
+        if y is None and q.shape[0] > FEW:
+            parts = zip(q.split(FEW), selected.split(FEW), strict=True)
+            return torch.cat([self.attend(part, some, scale) for part, some in parts])
+        return _gathered(q, self.k_pages, self.v_pages, selected, self.table, scale) if y is None else y
+
+    def _shared(self, q: Tensor, selected: Tensor, scale: float) -> Tensor | None:
+        """None where too many keys are selected between them, or a value among those is not finite."""
+        unselected = _unselected(selected, self.length)
+        union = (~unselected.all(0)).nonzero()[:, 0]
+        # The fewer share a copy, the more of it falls to each.
+        if union.numel() > self.most * q.shape[0] / (q.shape[0] + 2):
+            return None
+        slots = _slots(union, self.table, self.k_pages.shape[1])
+        k, v = (wide(pages.flatten(0, 1).index_select(0, slots).to(q.dtype)) for pages in (self.k_pages, self.v_pages))
+        if not bool(v.isfinite().all()):
+            return None
+        return _product(q, k.permute(1, 2, 0), v.transpose(0, 1), unselected[:, union], scale)
+
+
+def _slots(places: Tensor, table: Tensor, page_size: int) -> Tensor:
+    """Where the tokens at `places` of a row lie among all slots."""
+    return table[places // page_size] * page_size + places % page_size
+
+
 def _gathered(q: Tensor, k_pages: Tensor, v_pages: Tensor, selected: Tensor, table: Tensor, scale: float) -> Tensor:
     """Attention of one row's tokens, q [queries heads dim], each over its own copy of the keys it selects."""
     page_size, kv_heads = k_pages.shape[1:3]
     pools = [pages.flatten(0, 1).flatten(1) for pages in (k_pages, v_pages)]
+    each = min(CACHED * torch.get_num_threads(), q.shape[0])
     # One piece of memory, kept to the end: the system hands out fresh memory page by page, at more than the copy costs.
-    sizes = [min(CACHED, q.shape[0]) * selected.shape[1] * pool.shape[1] for pool in pools]
+    sizes = [each * selected.shape[1] * pool.shape[1] for pool in pools]
     buffers = k_pages.new_empty(sum(sizes)).split(sizes)
     outputs = []
-    for part, some in zip(_grouped(q, kv_heads).split(CACHED), selected.split(CACHED), strict=True):
+    for part, some in zip(_grouped(q, kv_heads).split(each), selected.split(each), strict=True):
         # What is not selected reads the first that is, so that its weight of zero meets a value that counts anyway.
         place = torch.where(some < 0, some[:, :1].clamp(min=0), some)
-        slots = table[place // page_size] * page_size + place % page_size
+        slots = _slots(place, table, page_size)
         taken = (_taken(pool, slots, buffer) for pool, buffer in zip(pools, buffers, strict=True))
         k, v = (x.unflatten(2, (kv_heads, -1)).transpose(1, 2).to(q.dtype) for x in taken)
         y = F.scaled_dot_product_attention(part, k, v, attn_mask=(some >= 0)[:, None, None], scale=scale)

@@ -17,12 +17,30 @@ from torch import Tensor
 from params.spec import TensorSpec
 
 
+class Source(NamedTuple):
+    """A slice `start` to `stop` along one axis of a checkpoint tensor of this shape."""
+
+    shape: tuple[int, ...]
+    axis: int
+    start: int
+    stop: int
+
+
 class Part(NamedTuple):
-    """A checkpoint tensor and the region of a leaf it fills: `leaf[region]`, seen in the checkpoint's `shape`."""
+    """A checkpoint tensor and the region of a leaf it fills: `leaf[region]`, seen in the checkpoint's `shape`.
+
+    With a `source` it is a slice of the tensor that fills the region, and has this shape.
+    """
 
     name: str
     shape: tuple[int, ...]
     region: tuple[int | slice, ...] = ()
+    source: Source | None = None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """That of the whole checkpoint tensor."""
+        return self.shape if self.source is None else self.source.shape
 
     def of(self, leaf: Any) -> Tensor:
         """The region of `leaf`, a tensor or `MappedRows`, as the checkpoint shapes it; a view when it is contiguous."""
@@ -110,22 +128,32 @@ class Shards:
 class Experts:
     """Expert weights `[experts, rows, columns]`: one stacked tensor, or `each` (with `{e}`) for every expert.
 
-    Several names in `each` share the rows equally, in order: gate, then up.
+    Several names in `each` share the rows equally, in order: gate, then up. Where these are called `gate_proj`,
+    `up_proj` and `down_proj` a checkpoint may say `w1`, `w3` and `w2`, and the other way round.
     """
 
     stacked: str
     each: tuple[str, ...]
 
     def layouts(self, leaf: TensorSpec, layer: int | None) -> tuple[Layout, ...]:
-        """The stacked tensor first, then one tensor an expert and member."""
-        experts, rows, columns = leaf.shape
-        step = rows // len(self.each)
-        apart = tuple(
-            Part(name.format(i=layer, e=expert), (step, columns), (expert, slice(index * step, (index + 1) * step)))
-            for expert in range(experts)
-            for index, name in enumerate(self.each)
-        )
-        return (Part(self.stacked.format(i=layer), leaf.shape),), apart
+        """The stacked tensor first, then one tensor an expert and member, by either convention."""
+        other = tuple(".".join(_OTHER_WORDS.get(word, word) for word in name.split(".")) for name in self.each)
+        apart = tuple(_one_by_one(leaf.shape, layer, names) for names in (self.each, other))
+        return (Part(self.stacked.format(i=layer), leaf.shape),), *apart
+
+
+_WORDS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_OTHER_WORDS = _WORDS | {short: long for long, short in _WORDS.items()}
+
+
+def _one_by_one(shape: tuple[int, ...], layer: int | None, names: tuple[str, ...]) -> Layout:
+    experts, rows, columns = shape
+    step = rows // len(names)
+    return tuple(
+        Part(name.format(i=layer, e=expert), (step, columns), (expert, slice(index * step, (index + 1) * step)))
+        for expert in range(experts)
+        for index, name in enumerate(names)
+    )
 
 
 @dataclass(frozen=True)

@@ -12,33 +12,20 @@ import torch
 from jaxtyping import Float, Float32, Int, Int8, Int32, UInt8
 from torch import Tensor
 
-from params.tree import leaves, static, tree
+from params.tree import static, tree
+from params.weights import WeightValue
 
 MX_BLOCK = 32
 """Elements along the inputs that share an exponent in the MX formats (OCP Microscaling 1.0, section 5.2)."""
 
 
-class QuantizedWeight:
+class QuantizedWeight(WeightValue):
     """A weight [*experts outputs inputs] in a checkpoint's own form, bit for bit.
 
-    `scheme` is its word in `quant_model_description.json`.
+    `scheme` is its word in `quant_model_description.json`. `exact` weights keep their dtypes when a tree is cast.
     """
 
-    scheme: ClassVar[str]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the float weight: experts if there are any, outputs, inputs."""
-        raise NotImplementedError
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weight lies."""
-        return leaves(self)[0].device
-
-    def static_key(self) -> tuple[object, ...]:
-        """What a choice of kernel may depend on."""
-        return type(self), *((leaf.shape, leaf.dtype) for leaf in leaves(self))
+    exact: ClassVar[bool] = True
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The float weight, computed in float32 and rounded to `dtype`."""
@@ -93,6 +80,12 @@ class StaticInt8Weight(QuantizedWeight):
         """`deq_scale` as float32, whichever way it is stored."""
         stored = self.deq_scale
         return stored if stored.dtype == torch.float32 else stored.to(torch.int32).view(torch.float32)
+
+    def bias(self) -> Float32[Tensor, " outputs"]:
+        """What the correction holds beside the offset's: the module's bias, rounded to multiples of deq_scale."""
+        # Exact in float64, where an integer of float32 would not be.
+        total = self.correction + self.input_offset.double() * self.values.sum(-1)
+        return torch.where(total.abs() > 0.5, total * self.product_scale(), 0).float()
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """values * deq_scale / input_scale."""
@@ -171,6 +164,7 @@ class SplitWeight(QuantizedWeight):
     """
 
     scheme = "a scheme for each part"
+    exact = False
 
     parts: tuple[Any, ...]
 

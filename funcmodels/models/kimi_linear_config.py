@@ -1,0 +1,208 @@
+"""The config of Kimi Linear: the fields that shape the model, read from `config.json` and checked.
+
+Source: `KimiLinearConfig` of transformers 5.24, whose defaults hold for what may be left out, but for the kinds of
+layers: the published ones differ from its default. Published checkpoints keep those of the delta attention in a section
+`linear_attn_config`, which counts layers from 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from params.errors import ConfigError
+
+from .. import config as configs
+
+LATENT_EPS = 1e-6
+"""What is added in the norms of latents, whatever `rms_norm_eps` says."""
+LINEAR, FULL = "linear_attention", "full_attention"
+DENSE, SPARSE = "dense", "sparse"
+
+
+@dataclass(frozen=True)
+class KimiLinearConfig:
+    """Fields of the checkpoint's config.json under their own names, sections apart: see `read_config`.
+
+    `layer_types` and `mlp_layer_types` name each layer's kinds. `q_lora_rank` 0 stands for null: queries are made
+    without a latent. `qk_rope_head_dim` is the width of the key that heads share; nothing rotates it.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    intermediate_size: int
+    layer_types: tuple[str, ...]
+    mlp_layer_types: tuple[str, ...]
+    linear_num_heads: int
+    linear_head_dim: int
+    linear_conv_kernel_dim: int = 4
+    q_lora_rank: int = 0
+    num_experts: int = 256
+    num_shared_experts: int = 1
+    num_experts_per_token: int = 8
+    moe_intermediate_size: int = 1024
+    num_expert_group: int = 1
+    topk_group: int = 1
+    moe_renormalize: bool = True
+    routed_scaling_factor: float = 2.446
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 1048576
+    attention_bias: bool = False
+
+    def is_linear(self, index: int) -> bool:
+        """Whether the layer is delta attention, else it is latent attention."""
+        return self.layer_types[index] == LINEAR
+
+    def is_sparse(self, index: int) -> bool:
+        """Whether the layer is a mixture of experts."""
+        return self.mlp_layer_types[index] == SPARSE
+
+    @property
+    def softmax_scale(self) -> float:
+        """What scores are multiplied by."""
+        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+
+
+def read_config(given: Mapping[str, Any]) -> KimiLinearConfig:
+    """The config of a `config.json`. Raises `ConfigError` that names the fields."""
+    named, broken = _one_spelling(given)
+    layers = given.get("num_hidden_layers")
+    if isinstance(layers, int):
+        kinds, wrong = _kinds(named, configs.section(given, "linear_attn_config"), layers)
+        named, broken = named | kinds, broken + wrong
+    if broken:
+        raise ConfigError("; ".join(broken))
+    config = configs.read(KimiLinearConfig, named, _needed(named))
+    configs.require(
+        *((getattr(config, name) > 0, f"{name} must be positive, found {getattr(config, name)}") for name in _POSITIVE),
+        *_layer_rules(config),
+        *_expert_rules(config, given),
+        *_attention_rules(config, given),
+        *_other_model_rules(given),
+    )
+    return config
+
+
+def _one_spelling(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The fields under the names of `KimiLinearConfig`, and a sentence for each that two spellings give differently."""
+    named, broken = dict(given), []
+    inside = {name: configs.section(given, "linear_attn_config").get(old) for name, old in _SECTION.items()}
+    others = {name: (other, given.get(other)) for name, other in _ALIASES.items()}
+    others |= {name: (f"linear_attn_config.{_SECTION[name]}", value) for name, value in inside.items()}
+    for name, (other, value) in others.items():
+        if given.get(name) is None:
+            named[name] = value
+        elif value is not None and value != given[name]:
+            broken.append(f"{name} is {given[name]!r} and {other} is {value!r}: they mean the same; keep one")
+    return named, broken
+
+
+def _kinds(named: Mapping[str, Any], linear: Mapping[str, Any], layers: int) -> tuple[dict[str, Any], list[str]]:
+    """The kinds of layers, given as they are or by numbers; and what is wrong with the numbers."""
+    found: dict[str, Any] = {}
+    dense = named.get("first_k_dense_replace", 1)
+    if named.get("mlp_layer_types") is None and isinstance(dense, int):
+        found["mlp_layer_types"] = [DENSE if index < dense else SPARSE for index in range(layers)]
+    numbers = {kind: linear.get(name) for kind, name in ((LINEAR, "kda_layers"), (FULL, "full_attn_layers"))}
+    if not all(isinstance(ids, (list, tuple)) for ids in numbers.values()):
+        return found, []
+    places = [layer for ids in numbers.values() for layer in ids]
+    if sorted(places, key=str) != sorted(range(1, layers + 1), key=str):
+        return found, [
+            f"linear_attn_config: kda_layers {list(numbers[LINEAR])} and full_attn_layers {list(numbers[FULL])} must "
+            f"name each layer from 1 to num_hidden_layers {layers} once, counted from 1"
+        ]
+    kinds = [LINEAR if index + 1 in numbers[LINEAR] else FULL for index in range(layers)]
+    given = named.get("layer_types")
+    if given not in (None, kinds, tuple(kinds)):
+        return found, [f"layer_types {given!r} and linear_attn_config, which says {kinds}, differ; keep one"]
+    return found | {"layer_types": kinds}, []
+
+
+def _needed(named: Mapping[str, Any]) -> list[str]:
+    """Fields without which the layers that the config asks for cannot be made."""
+    kinds = named.get("mlp_layer_types")
+    routed = isinstance(kinds, (list, tuple)) and SPARSE in kinds
+    return ["num_experts", "num_experts_per_token"] if routed else []
+
+
+def _layer_rules(config: KimiLinearConfig) -> Iterator[tuple[bool, str]]:
+    for name, known in (("layer_types", (LINEAR, FULL)), ("mlp_layer_types", (DENSE, SPARSE))):
+        kinds = getattr(config, name)
+        yield (
+            len(kinds) == config.num_hidden_layers,
+            f"{name} names {len(kinds)} layers, num_hidden_layers is {config.num_hidden_layers}",
+        )
+        strange = sorted(set(kinds) - set(known))
+        yield not strange, f"{name} {', '.join(strange)} is not supported; known: {', '.join(known)}"
+
+
+def _attention_rules(config: KimiLinearConfig, given: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
+    heads, kv_heads = config.num_attention_heads, given.get("num_key_value_heads")
+    yield config.q_lora_rank >= 0, f"q_lora_rank must be positive or null, found {config.q_lora_rank}"
+    yield (
+        kv_heads in (None, heads),
+        f"num_key_value_heads must be num_attention_heads {heads}: every head has its own keys; found {kv_heads}",
+    )
+    yield (
+        config.linear_conv_kernel_dim > 1,
+        (f"linear_conv_kernel_dim must be above 1, found {config.linear_conv_kernel_dim}"),
+    )
+
+
+def _expert_rules(config: KimiLinearConfig, given: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
+    experts, chosen, groups = config.num_experts, config.num_experts_per_token, config.num_expert_group
+    if SPARSE not in config.mlp_layer_types:
+        return
+    yield groups > 0 and experts % max(groups, 1) == 0, f"num_expert_group {groups} must divide num_experts {experts}"
+    kept, each = config.topk_group, experts // max(groups, 1)
+    yield 0 < kept <= groups, f"topk_group must be in 1..num_expert_group {groups}, found {kept}"
+    yield each >= 2, f"groups must have 2 experts or more, as many as their score adds up; they have {each}"
+    yield (
+        0 < chosen <= kept * each,
+        f"num_experts_per_token must be in 1..{kept * each}, the experts of {kept} groups of {each}; found {chosen}",
+    )
+    for name, only in (("moe_router_activation_func", "sigmoid"), ("moe_layer_freq", 1)):
+        yield given.get(name, only) in (only, None), f"{name} {given.get(name)!r} is not supported; only {only!r} is"
+
+
+def _other_model_rules(given: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
+    """What would be another model."""
+    act = given.get("hidden_act", "silu")
+    yield act == "silu", f"hidden_act {act!r} is not supported; only silu is"
+    tied = given.get("tie_word_embeddings")
+    yield not tied, f"tie_word_embeddings {tied!r} is not supported: the head has a weight of its own"
+    yield (
+        given.get("mla_use_nope", True) is not False,
+        "mla_use_nope False is not supported: latent attention has no rotation here",
+    )
+    for name in _KIMI_K3:
+        yield not given.get(name), f"{name} {given.get(name)!r} is not supported: a model with it is Kimi-K3"
+
+
+_ALIASES = {
+    "max_position_embeddings": "model_max_length", "moe_renormalize": "norm_topk_prob", "num_expert_group": "n_group",
+    "num_experts": "num_local_experts", "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}  # fmt: skip
+"""Fields, and the other name that configs have for each."""
+_SECTION = {
+    "linear_head_dim": "head_dim", "linear_num_heads": "num_heads", "linear_conv_kernel_dim": "short_conv_kernel_size",
+}  # fmt: skip
+"""Fields, and their names in the section `linear_attn_config`."""
+_KIMI_K3 = (
+    "gate_lower_bound", "use_full_rank_gate", "mla_use_output_gate", "attn_res_block_size",
+    "routed_expert_hidden_size", "latent_moe_use_norm",
+)  # fmt: skip
+_POSITIVE = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim",
+    "qk_rope_head_dim", "v_head_dim", "intermediate_size", "linear_num_heads", "linear_head_dim", "num_experts",
+    "num_shared_experts", "moe_intermediate_size", "rms_norm_eps", "max_position_embeddings",
+)  # fmt: skip

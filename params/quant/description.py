@@ -1,0 +1,84 @@
+"""`quant_model_description.json`: what a ModelSlim checkpoint says of each of its tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from params.errors import CheckpointError
+from params.files import INDEX_LIMIT, read_object
+from params.quant.values import MX_BLOCK, MXFP8Weight
+
+FILE = "quant_model_description.json"
+FLOAT = "FLOAT"
+"""The one word for what is not quantised."""
+
+SETTINGS = frozenset(
+    ("model_quant_type", "version", "metadata", "group_size", "optional", "reduce_quant_type", "quant_method",
+     "packed_modules_mapping", "ignore", "kv_cache_type", "kv_quant_type", "fa_quant_type")
+)  # fmt: skip
+"""Keys that name no tensor. None decides anything about a weight: the schemes of its tensors do."""
+
+_CACHE_SETTINGS = ("kv_cache_type", "kv_quant_type", "fa_quant_type")
+_CACHE_WORDS = ("C8", "FAQuant")
+
+
+@dataclass(frozen=True)
+class Description:
+    """Tensor, as the names' rules spell it, to its scheme; and the sentences on what cannot be loaded at all."""
+
+    words: Mapping[str, str] = field(repr=False)
+    problems: tuple[tuple[str, str], ...]
+
+
+def read_description(directory: Path, canonical: Callable[[str], str]) -> Description | None:
+    """The description in a checkpoint's directory, `None` where there is none: then nothing is quantised.
+
+    `CheckpointError` for a file that holds no object.
+    """
+    path = directory / FILE
+    if not path.exists():
+        return None
+    entries = read_object(path, INDEX_LIMIT, CheckpointError)
+    words: dict[str, str] = {}
+    spelled: dict[str, str] = {}
+    problems = _cache_settings(entries)
+    for name, word in entries.items():
+        if name in SETTINGS or not isinstance(word, str):
+            continue
+        plain = canonical(name)
+        first = spelled.setdefault(plain, name)
+        if first != name:
+            problems.append((name, f"{name} and {first} mean the same tensor; keep one of the two entries"))
+        if word in _CACHE_WORDS or plain.endswith(".quant_type"):
+            problems.append((name, f"{name} is {word}: {_CACHE_REFUSAL}"))
+        words[plain] = word
+    return Description(words, tuple(problems))
+
+
+_CACHE_REFUSAL = (
+    "KV-cache int8 (C8) and quantised attention are not supported, and the model's numbers would differ without them; "
+    "export the model without quantising the cache"
+)
+
+
+def written(words: Mapping[str, str]) -> str:
+    """The file for a checkpoint of these tensors. Its settings are those of an export without options."""
+    kinds = sorted(set(words.values()) - {FLOAT})
+    blocks = MX_BLOCK if MXFP8Weight.scheme in kinds else 0
+    settings = {
+        "model_quant_type": next(iter(kinds), FLOAT),
+        "version": "1.0.0",
+        "metadata": {},
+        "group_size": blocks,
+        "optional": {},
+    }
+    return json.dumps(settings | dict(words), indent=2) + "\n"
+
+
+def _cache_settings(entries: Mapping[str, Any]) -> list[tuple[str, str]]:
+    found = {name: entries.get(name) for name in _CACHE_SETTINGS}
+    return [(name, f"{name} is {word}: {_CACHE_REFUSAL}") for name, word in found.items() if word]
