@@ -10,6 +10,7 @@ from .generate import generate, requests_of, serve
 from .loading import load
 from .model import Model, build
 from .output import Output
+from .parallel import ranks_of
 from .penalties import TokenCounts
 from .requests import Event, Request, Result
 from .round import Round
@@ -24,7 +25,7 @@ __all__ = [
     "Output", "Proposal", "Request", "Result", "Round", "RowSampling", "Sampling", "StaleStateError", "State",
     "StateError", "TokenCounts", "Verdict", "build", "commit", "disable_shape_checks", "draft",
     "enable_shape_checks", "fork", "fork_into", "generate", "input_ranges", "load", "logical", "next_tokens",
-    "read_lengths", "release", "requests_of", "sample", "select", "serve", "shape_checked", "verify",
+    "ranks_of", "read_lengths", "release", "requests_of", "sample", "select", "serve", "shape_checked", "verify",
 ]  # fmt: skip
 
 if wanted():

@@ -7,10 +7,12 @@ checkpoint that would not load, 2 for a mistake in what was asked, 130 after Ctr
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from .errors import StateError
 from .generate import generate
 from .loading import directory_of, load, open_checkpoint
 from .model import build
+from .parallel import ranks_of, started
 from .requests import Event, Result
 from .sampling import Sampling
 from .state import State
@@ -95,6 +98,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="share the model among N ranks, which torchrun has started"
+    )
+    parser.add_argument(
+        "--whole-experts", action="store_true", help="with --tp: ranks share out experts, not slices of each"
+    )
+    parser.add_argument(
         "--backend", metavar="NAME", help="capture rounds first, with one of lowering.jit: inductor, fx (default: none)"
     )
 
@@ -131,8 +140,25 @@ def _generate(args: argparse.Namespace) -> int:
         args.frequency_penalty, tuple(args.logit_bias),
     )  # fmt: skip
     _check_device(args.device)
+    if args.tp == 1:
+        return _continue(args, sampling, args.device, None)
+    with started(args.tp, args.device) as (mesh, device):
+        ranks = ranks_of(mesh, whole_experts=args.whole_experts)
+        with nullcontext() if ranks.rank == 0 else _silence():
+            return _continue(args, sampling, device, ranks)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """For ranks after the first: all of them find the same tokens."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        yield
+
+
+def _continue(args: argparse.Namespace, sampling: Sampling, device: str, ranks: checkpoints.Ranks | None) -> int:
+    """Continue the prompt, and show what ran."""
     prompt = PROMPT if args.prompt is None else args.prompt
-    model, params = load(args.model, dtype=DTYPES.get(args.dtype), device=args.device)
+    model, params = load(args.model, dtype=DTYPES.get(args.dtype), device=device, mesh=ranks)
     if args.backend is None:
         params = lowering.prepare(params)  # for kernels that a compiler does better than
     clock = [(time.perf_counter(), 0)]

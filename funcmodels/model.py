@@ -79,7 +79,7 @@ _DEEPSEEK_V2 = Family(
 
 _KIMI_LINEAR = Family(
     kimi_linear.read_config, kimi_linear.param_spec, kimi_linear.init_entries, kimi_linear.forward,
-    kimi_linear_names.NAMES, layouts=tuple(LAYOUTS),
+    kimi_linear_names.NAMES, layouts=tuple(LAYOUTS), heads=("num_attention_heads", "linear_num_heads"),
 )  # fmt: skip
 
 _FLASH_NEXT = Family(
@@ -88,6 +88,7 @@ _FLASH_NEXT = Family(
     mtp=MtpHead(
         qwen3_8_flash_next_mtp.mtp_entries, qwen3_8_flash_next_mtp.mtp_forward, qwen3_8_flash_next_mtp.mtp_logits
     ),
+    heads=_DELTA_HEADS,
 )  # fmt: skip
 
 FAMILIES: dict[str, Family] = {

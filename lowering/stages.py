@@ -32,6 +32,10 @@ BETWEEN = "between ops"
 """What the operators that a program calls outside any op are listed under."""
 
 
+TORCH = ("aten.", "_c10d_functional.", "funcmodels.", "params.")
+"""How names of operators begin that are fused from nothing: Torch's, its collectives, and our own around them."""
+
+
 @dataclass(frozen=True)
 class CostRow:
     """An op with the kernel it got: how often it is called, and what all these calls cost together.
@@ -107,7 +111,7 @@ class Lowered:
         found: dict[tuple[str, str], CostRow] = {}
         for call in self.calls:
             before = found.get((call.op, call.kernel), CostRow(call.op, call.kernel, 0, Cost()))
-            fused = call.count * sum(not operator.name.startswith("aten.") for operator in call.operators)
+            fused = call.count * sum(not operator.name.startswith(TORCH) for operator in call.operators)
             row = CostRow(
                 call.op, call.kernel, before.calls + call.count, before.cost + call.cost, before.fused + fused
             )

@@ -6,12 +6,14 @@ A parameter node that owns weights of an op says so with a method
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import torch.utils._pytree as pytree
 from torch import Tensor
 
 from params.quant.values import QuantizedWeight, SplitWeight
+from params.shards import AddendWeight, SomeExperts, VocabularyWeight
 
 from . import registry
 from . import target as targets
@@ -71,6 +73,9 @@ def prepare(params: T, target: str | Target | None = None) -> T:
     def weight(op: str, plain: Any) -> Any:
         if isinstance(plain, SplitWeight):
             return SplitWeight(tuple(weight(op, part) for part in plain.parts))
+        if isinstance(plain, (AddendWeight, SomeExperts, VocabularyWeight)):
+            prepared = weight(op, plain.weight)
+            return plain if prepared is plain.weight else replace(plain, weight=prepared)
         if not isinstance(plain, (Tensor, QuantizedWeight)):
             return plain
         machine = chosen or targets.of_device(plain.device)

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lowering import ops
+from params.sharding import Inputs, Outputs
 from params.spec import TensorSpec
 from params.tree import tree, unchecked
 
@@ -38,16 +39,20 @@ class KimiDelta:
 def kimi_delta_spec(hidden: int, heads: int, head_dim: int, width: int) -> KimiDelta:
     """Spec of the parameters. Gate parameters stay float32 whatever the model runs in."""
     inner = heads * head_dim
+    qkv, each = ((inner, heads),) * 3, Outputs(((inner, heads),))
+    low_rank = ((head_dim, None),) * 2
     return unchecked(
         KimiDelta,
-        in_proj=linear_spec(hidden, inner, inner, inner, heads, head_dim, head_dim),
-        conv=TensorSpec((3 * inner, width), "conv", parts=(inner,) * 3),
-        forget=linear_spec(head_dim, inner),
-        a_log=TensorSpec((heads,), "log_uniform", torch.float32),
-        dt_bias=TensorSpec((inner,), "inverse_softplus", torch.float32),
-        gate=linear_spec(head_dim, inner),
+        in_proj=linear_spec(
+            hidden, inner, inner, inner, heads, head_dim, head_dim, shard=Outputs((*qkv, (heads, heads), *low_rank))
+        ),
+        conv=TensorSpec((3 * inner, width), "conv", parts=(inner,) * 3, shard=Outputs(qkv)),
+        forget=linear_spec(head_dim, inner, shard=each),
+        a_log=TensorSpec((heads,), "log_uniform", torch.float32, shard=Outputs(((heads, heads),))),
+        dt_bias=TensorSpec((inner,), "inverse_softplus", torch.float32, shard=each),
+        gate=linear_spec(head_dim, inner, shard=each),
         norm=norm_spec(head_dim, "ones"),
-        out=linear_spec(inner, hidden),
+        out=linear_spec(inner, hidden, shard=Inputs(heads)),
     )
 
 

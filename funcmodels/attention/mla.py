@@ -16,6 +16,7 @@ from lowering import ops
 from lowering.layouts import NdPages, NzPages, layout_for
 from lowering.weights import PreparedWeight, plain
 from params.quant.values import QuantizedWeight
+from params.sharding import Inputs, Outputs
 from params.spec import TensorSpec
 from params.tree import leaves, tree, unchecked
 
@@ -68,17 +69,26 @@ def latent_attention_spec(
 ) -> LatentAttention:
     """Spec of the parameters. With `q_rank` 0 queries have no latent, and never a bias."""
     queries = heads * (nope_dim + rope_dim)
+    of_heads = Outputs(((queries, heads),))
     return unchecked(
         LatentAttention,
-        down=linear_spec(hidden, q_rank or queries, latent_dim + rope_dim),
+        down=linear_spec(
+            hidden, q_rank or queries, latent_dim + rope_dim,
+            shard=None if q_rank else Outputs((*of_heads.blocks, (latent_dim + rope_dim, None))),
+        ),
         q_bias=TensorSpec((q_rank,), "zeros") if bias and q_rank else None,
         kv_bias=TensorSpec((latent_dim + rope_dim,), "zeros") if bias else None,
         q_norm=norm_spec(q_rank, "ones") if q_rank else None,
-        q_up=linear_spec(q_rank, queries) if q_rank else None,
+        q_up=linear_spec(q_rank, queries, shard=of_heads) if q_rank else None,
         latent_norm=norm_spec(latent_dim, "ones"),
-        up=unchecked(UpProjection, weight=TensorSpec((heads * (nope_dim + v_dim), latent_dim))),
-        out=linear_spec(heads * v_dim, hidden, bias=bias),
-    )
+        up=unchecked(
+            UpProjection,
+            weight=TensorSpec(
+                (heads * (nope_dim + v_dim), latent_dim), shard=Outputs(((heads * (nope_dim + v_dim), heads),))
+            ),
+        ),
+        out=linear_spec(heads * v_dim, hidden, bias=bias, shard=Inputs(heads)),
+    )  # fmt: skip
 
 
 def latent_pages(

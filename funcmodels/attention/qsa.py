@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lowering import ops
 from lowering.ops.sparse import as_pages, selects_all
+from params.sharding import Inputs, Outputs
 from params.tree import tree, unchecked
 
 from ..blocks.linear import Linear, Norm, linear_spec, norm_spec
@@ -79,12 +80,14 @@ def indexed_attention_spec(
 ) -> IndexedAttention:
     """Spec of the parameters."""
     keys = kv_heads * head_dim
+    # Every rank selects for itself, from the one index that all heads share.
+    parts, units = (2 * heads * head_dim, keys, keys, (index.heads + 1) * index.dim), (heads, kv_heads, kv_heads, None)
     norms = {name: norm_spec(head_dim, "zeros") for name in ("q_norm", "k_norm")}
     norms |= {name: norm_spec(index.dim, "zeros") for name in ("index_q_norm", "index_k_norm")}
     return unchecked(
         IndexedAttention,
-        qkv=linear_spec(hidden, 2 * heads * head_dim, keys, keys, (index.heads + 1) * index.dim),
-        out=linear_spec(heads * head_dim, hidden),
+        qkv=linear_spec(hidden, *parts, shard=Outputs(tuple(zip(parts, units, strict=True)))),
+        out=linear_spec(heads * head_dim, hidden, shard=Inputs(heads)),
         **norms,
     )
 

@@ -17,13 +17,13 @@ from torch import Tensor
 from lowering import host_side
 
 from ..batch import Batch, check_room
-from ..errors import StateError
 from ..host_sides import extend_on_host, propose_on_host
 from ..model import Model, MtpHead, S, at_least_one
 from ..output import LogitsOf, Output
 from ..sampling import DraftNoise
 from ..speculative import Carry, Proposal, kept_tokens
 from ..state import State, check_usable, commit, like, rewound
+from .checks import check_carry, check_empty, check_noise, check_output
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,12 @@ class MtpDraft:
 
         The logits at a place are those of the token two places on. `state=None` computes the batch alone, for training.
         """
-        return self.head.forward(self.model.config, params, state, batch, hidden, logits=logits, keep_steps=keep_steps)
+        return self.head.forward(self.model.local, params, state, batch, hidden, logits=logits, keep_steps=keep_steps)
 
     def init_state(self, state: State) -> State:
         """An empty state of the head for the rows of `state`, which must be empty too (`StateError` if not)."""
-        if any(state.host.lengths):
-            raise StateError(
-                f"the state already holds tokens ({list(state.host.lengths)}) that the draft has not seen; make the "
-                "draft's state from the empty state, and extend it with every forward"
-            )
-        return like(state, lambda *sizes: self.head.init_entries(self.model.config, *sizes))
+        check_empty(state)
+        return like(state, lambda *sizes: self.head.init_entries(self.model.local, *sizes))
 
     @host_side(extend_on_host)
     def extend(
@@ -81,13 +77,9 @@ class MtpDraft:
         `next_tokens` leave the state's lengths known there. Returns the head's state and the carry to propose from.
         Raises `ValueError` for an output or next tokens of another batch, `StateError` for a carry of other rows.
         """
-        if out.hidden.shape[0] != batch.tokens.shape[0]:
-            raise ValueError(
-                f"extend: the output is of {out.hidden.shape[0]} tokens, the batch has {batch.tokens.shape[0]}; give "
-                "the batch that the model's forward made this output from"
-            )
+        check_output(out, batch)
         if carry is not None:
-            _check_carry(state, carry)
+            check_carry(state, carry)
         following, kept = kept_tokens(batch, next_tokens)
         fed = replace(batch, tokens=following)
         made, state = self.forward(params, state, fed, out.hidden, logits=None, keep_steps=True)
@@ -111,8 +103,8 @@ class MtpDraft:
         """
         at_least_one("propose: steps", steps)
         check_usable(state)
-        _check_carry(state, carry)
-        _check_noise(state, noise)
+        check_carry(state, carry)
+        check_noise(state, noise)
         check_room(state, [steps - 1] * state.rows)
         after, hidden, drafts, laws = state, carry.hidden, [], []
         for step in range(steps):
@@ -120,7 +112,7 @@ class MtpDraft:
                 batch = Batch.from_tokens(drafts[-1], [1] * state.rows, after)
                 out, after = self.forward(params, after, batch, hidden, logits=None)
                 hidden = out.hidden
-            logits = self.head.logits(self.model.config, params, hidden)
+            logits = self.head.logits(self.model.local, params, hidden)
             if noise is None:
                 drafts.append(logits.argmax(-1))
                 continue
@@ -129,20 +121,3 @@ class MtpDraft:
             laws.append(law)
         kept = torch.stack(laws, 1) if laws else None
         return Proposal(carry.token, torch.stack(drafts, 1), state.lengths, kept), rewound(after, state)
-
-
-def _check_carry(state: State, carry: Carry) -> None:
-    rows = carry.token.shape[0]
-    if rows != state.rows:
-        raise StateError(f"the carry has {rows} rows, the state has {state.rows}; select the same rows of both")
-
-
-def _check_noise(state: State, noise: DraftNoise | None) -> None:
-    if noise is None:
-        return
-    settings, requests = noise.sampling.seed.shape[0], noise.requests.shape[0]
-    if settings != state.rows or requests != state.rows:
-        raise ValueError(
-            f"propose: noise of {settings} settings and {requests} requests, the state has {state.rows} rows; give one "
-            "of each a row"
-        )

@@ -13,12 +13,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowering import ops
-from params.spec import TensorSpec
 from params.tree import tree, unchecked
 
 from ..attention.mla import LatentAttention, LatentPages, latent_attention, latent_attention_spec, latent_pages
 from ..batch import Batch
-from ..blocks.linear import Embedding, Linear, Norm, head_weight, linear_spec, norm_spec
+from ..blocks.linear import Embedding, Linear, Norm, embedding_spec, head_spec, head_weight, norm_spec
 from ..blocks.mlp import GroupedMoe, Mlp, grouped_moe, grouped_moe_spec, mlp, mlp_spec
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state import Entry, State
@@ -53,10 +52,10 @@ def param_spec(config: DeepseekV2Config) -> DeepseekV2Params:
     hidden = config.hidden_size
     return unchecked(
         DeepseekV2Params,
-        embed=unchecked(Embedding, weight=TensorSpec((config.vocab_size, hidden)), head=None),
+        embed=embedding_spec(config.vocab_size, hidden),
         layers=tuple(_layer_spec(config, routed) for routed in config.experts_in_layer),
         norm=norm_spec(hidden, "ones"),
-        head=None if config.tie_word_embeddings else linear_spec(hidden, config.vocab_size),
+        head=None if config.tie_word_embeddings else head_spec(config.vocab_size, hidden),
     )
 
 
@@ -107,8 +106,8 @@ def forward(
     for index, (layer, next_norm) in enumerate(zip(params.layers, next_norms, strict=True)):
         mixed, entry = latent_attention(
             layer.attn, normed, step.past(index, LatentPages), step, rotary,
-            heads=config.num_attention_heads, nope_dim=config.qk_nope_head_dim, v_dim=config.v_head_dim,
-            scale=config.softmax_scale, eps=LATENT_EPS,
+            heads=config.num_attention_heads, nope_dim=config.qk_nope_head_dim, rope_dim=config.qk_rope_head_dim,
+            v_dim=config.v_head_dim, scale=config.softmax_scale, eps=LATENT_EPS,
         )  # fmt: skip
         normed, x = ops.add_rms_norm(mixed, x, layer.post_norm.weight, eps=eps)
         fed = _feed_forward(config, layer.mlp, normed, index, taps)

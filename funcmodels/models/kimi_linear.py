@@ -19,7 +19,7 @@ from ..attention.gated_delta import DeltaNetState, delta_net_state
 from ..attention.kimi_delta import KimiDelta, kimi_delta, kimi_delta_spec
 from ..attention.mla import LatentAttention, LatentPages, latent_attention, latent_attention_spec, latent_pages
 from ..batch import Batch
-from ..blocks.linear import Embedding, Linear, Norm, linear_spec, norm_spec
+from ..blocks.linear import Embedding, Linear, Norm, embedding_spec, head_spec, norm_spec
 from ..blocks.mlp import Experts, Mlp, Routing, grouped_moe_spec, mlp, mlp_spec
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state import Entry, State
@@ -71,10 +71,10 @@ def param_spec(config: KimiLinearConfig) -> KimiLinearParams:
     hidden = config.hidden_size
     return unchecked(
         KimiLinearParams,
-        embed=unchecked(Embedding, weight=TensorSpec((config.vocab_size, hidden)), head=None),
+        embed=embedding_spec(config.vocab_size, hidden),
         layers=tuple(_layer_spec(config, index) for index in range(config.num_hidden_layers)),
         norm=norm_spec(hidden, "ones"),
-        head=linear_spec(hidden, config.vocab_size),
+        head=head_spec(config.vocab_size, hidden),
     )
 
 

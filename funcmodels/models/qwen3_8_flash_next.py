@@ -7,7 +7,6 @@ reads, and the mean of the streams that the last connection reads goes to the he
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowering import ops
-from params.spec import TensorSpec
 from params.tree import tree, unchecked
 
 from ..attention.gated_delta import DeltaNet, DeltaNetState, delta_net, delta_net_spec, delta_net_state
@@ -31,13 +29,13 @@ from ..attention.qsa import (
 )
 from ..batch import Batch
 from ..blocks.hyper_connection import HyperConnection, hyper_connection_spec, read_streams
-from ..blocks.linear import Embedding, Linear, Norm, head_weight, linear_spec, norm_spec
+from ..blocks.linear import Embedding, Linear, Norm, embedding_spec, head_spec, head_weight, linear_spec, norm_spec
 from ..blocks.mlp import SharedExpertMoe, moe, moe_spec
 from ..blocks.ngram_embedding import NgramEmbedding, NgramState, ngram_embedding, ngram_embedding_spec, ngram_state
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state import Entry, Recurrent, State
 from ..step import Step, begin, finish
-from .qwen3_8_flash_next_config import INDEXED, LINEAR, FlashNextConfig, check_index, read_config
+from .qwen3_8_flash_next_config import INDEXED, LINEAR, FlashNextConfig, indexed_by, read_config
 
 if TYPE_CHECKING:
     from ..model import Model
@@ -104,10 +102,10 @@ def param_spec(config: FlashNextConfig) -> FlashNextParams:
         )  # fmt: skip
     return unchecked(
         FlashNextParams,
-        embed=unchecked(Embedding, weight=TensorSpec((config.vocab_size, hidden)), head=None),
+        embed=embedding_spec(config.vocab_size, hidden),
         layers=tuple(_layer_spec(config, kind, config.ple_index(at)) for at, kind in enumerate(config.layer_types)),
         mixer=mixer,
-        head=None if config.tie_word_embeddings else linear_spec(hidden, config.vocab_size),
+        head=None if config.tie_word_embeddings else head_spec(config.vocab_size, hidden),
         mtp=mtp,
     )
 
@@ -115,33 +113,17 @@ def param_spec(config: FlashNextConfig) -> FlashNextParams:
 def _layer_spec(config: FlashNextConfig, kind: str, ngrams: int | None) -> Layer:
     hidden, streams = config.hidden_size, config.hc_count
     if kind == LINEAR:
-        attn = delta_net_spec(hidden, **_delta_sizes(config))
+        attn = delta_net_spec(hidden, **config.delta_sizes)
     else:
         heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         attn = indexed_attention_spec(hidden, *heads, _index_sizes(config))
     connection = hyper_connection_spec(hidden, streams, config.hc_lowrank)
     inner, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
+    table = None if ngrams is None else ngram_embedding_spec(hidden, streams, index=ngrams, **config.ngram_sizes)
     return unchecked(
-        Layer, ngrams=None if ngrams is None else _ngram_spec(config, ngrams), attn_streams=connection, attn=attn,
-        mlp_streams=connection, mlp=moe_spec(hidden, config.num_experts, inner, shared),
+        Layer, ngrams=table, attn_streams=connection, attn=attn, mlp_streams=connection,
+        mlp=moe_spec(hidden, config.num_experts, inner, shared),
     )  # fmt: skip
-
-
-def _ngram_spec(config: FlashNextConfig, index: int) -> NgramEmbedding:
-    return ngram_embedding_spec(
-        config.hidden_size, config.hc_count, dim=config.ple_embed_dim, width=config.ple_conv_kernel_size,
-        heads=config.heads_per_ngram, order=config.ngram_size, index=index, base=config.ngram_vocab_size_base,
-        divisor=config.make_ngram_vocab_size_divisible_by, shards=config.split_ngram_parts, vocab=config.vocab_size,
-        seed=config.seed, end=config.eos_token_id,
-    )  # fmt: skip
-
-
-def _delta_sizes(config: FlashNextConfig) -> dict[str, int]:
-    return {
-        "k_heads": config.linear_num_key_heads, "v_heads": config.linear_num_value_heads,
-        "k_dim": config.linear_key_head_dim, "v_dim": config.linear_value_head_dim,
-        "width": config.linear_conv_kernel_dim,
-    }  # fmt: skip
 
 
 def _index_sizes(config: FlashNextConfig) -> IndexSizes:
@@ -161,7 +143,7 @@ def init_entries(
     def entry(layer: int, kind: str) -> Entry:
         if kind == INDEXED:
             return index_entry(config, pages, page_size, dtype, device)
-        delta = delta_net_state(rows, **_delta_sizes(config), **recurrent)
+        delta = delta_net_state(rows, **config.delta_sizes, **recurrent)
         if config.ple_index(layer) is None:
             return delta
         return NgramLayerState(delta, ngram_state(rows, config.hidden_size, config.hc_count, **sizes))
@@ -290,14 +272,4 @@ def with_index(model: Model, *, budget: int | None = None, ratio: int | None = N
     which is warned about. States have a block key every `ratio` tokens: another ratio needs another state. Raises
     `ConfigError` for a budget that is not a multiple of the ratio.
     """
-    changed = {"indexer_budget": budget, "indexer_compress_ratio": ratio}
-    config = replace(model.config, **{name: value for name, value in changed.items() if value is not None})
-    check_index(config)
-    asked, trained = config.indexer_compress_ratio, read_config(model.config_json).indexer_compress_ratio
-    if asked != trained:
-        warnings.warn(
-            f"indexer_compress_ratio {asked}: these weights were trained with blocks of {trained} tokens and never "
-            "ranked others",
-            stacklevel=2,
-        )
-    return replace(model, config=config)
+    return replace(model, config=indexed_by(model.config, read_config(model.config_json), budget=budget, ratio=ratio))

@@ -6,8 +6,9 @@ Source: `Qwen4ExpTextConfig` of transformers 5.24. Mirrors of the checkpoint cal
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from .. import config as configs
@@ -75,6 +76,25 @@ class FlashNextConfig:
         """Activation of the delta nets' output gate."""
         return cast(Literal["silu", "sigmoid"], self.output_gate_type)
 
+    @property
+    def delta_sizes(self) -> dict[str, int]:
+        """Sizes of a delta net."""
+        return {
+            "k_heads": self.linear_num_key_heads, "v_heads": self.linear_num_value_heads,
+            "k_dim": self.linear_key_head_dim, "v_dim": self.linear_value_head_dim,
+            "width": self.linear_conv_kernel_dim,
+        }  # fmt: skip
+
+    @property
+    def ngram_sizes(self) -> dict[str, int]:
+        """Sizes that all n-gram embeddings have, and what their hashes are made of."""
+        return {
+            "dim": self.ple_embed_dim, "width": self.ple_conv_kernel_size, "heads": self.heads_per_ngram,
+            "order": self.ngram_size, "base": self.ngram_vocab_size_base, "seed": self.seed, "end": self.eos_token_id,
+            "divisor": self.make_ngram_vocab_size_divisible_by, "shards": self.split_ngram_parts,
+            "vocab": self.vocab_size,
+        }  # fmt: skip
+
     def ple_index(self, layer: int) -> int | None:
         """Which of the layers with an n-gram embedding `layer` is, counted from 0; None for one without."""
         return self.ple_layer_ids.index(layer + 1) if layer + 1 in self.ple_layer_ids else None
@@ -119,11 +139,26 @@ def _check(config: FlashNextConfig, given: Mapping[str, Any]) -> None:
     )
 
 
-def check_index(config: FlashNextConfig) -> None:
-    """`ConfigError` for sizes of the index that do not fit each other."""
-    sizes = {name: getattr(config, name) for name in ("indexer_budget", "indexer_compress_ratio")}
+def indexed_by(
+    config: FlashNextConfig, trained: FlashNextConfig, *, budget: int | None, ratio: int | None
+) -> FlashNextConfig:
+    """The config with another budget or ratio of the index; warns of another ratio than the one `trained` with.
+
+    Raises `ConfigError` for sizes that do not fit each other.
+    """
+    changed = {"indexer_budget": budget, "indexer_compress_ratio": ratio}
+    config = replace(config, **{name: value for name, value in changed.items() if value is not None})
+    sizes = {name: getattr(config, name) for name in changed}
     positive = ((value > 0, f"{name} must be positive, found {value}") for name, value in sizes.items())
     configs.require(*positive, *_index_rules(config))
+    asked, seen = config.indexer_compress_ratio, trained.indexer_compress_ratio
+    if asked != seen:
+        warnings.warn(
+            f"indexer_compress_ratio {asked}: these weights were trained with blocks of {seen} tokens and never "
+            "ranked others",
+            stacklevel=3,
+        )
+    return config
 
 
 def _layer_rules(config: FlashNextConfig) -> Iterator[tuple[bool, str]]:

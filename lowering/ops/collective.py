@@ -31,8 +31,8 @@ def all_gather(x: Shaped[Tensor, "*lead part"], *, group: str, ranks: int) -> Sh
         found = _RAW.wait_tensor(_RAW.all_gather_into_tensor(x.contiguous(), ranks, group))
     except RuntimeError as error:
         raise CollectiveError(_silent("all_gather", group, error)) from error
-    # The ranks' values come one below the other.
-    return torch.cat(found.unflatten(0, (ranks, -1)).unbind(0), -1) if x.ndim > 1 else found
+    # The ranks' values come one below the other. For one row, putting them side by side is a view.
+    return found.unflatten(0, (ranks, x.shape[0])).movedim(0, -2).flatten(-2) if x.ndim > 1 else found
 
 
 @op

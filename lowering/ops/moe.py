@@ -10,7 +10,7 @@ from params.shards import AddendWeight, SomeExperts
 from params.weights import WeightValue
 
 from ..op import op
-from ..weights import PreparedWeight, plain
+from ..weights import PreparedWeight
 from .collective import all_reduce
 from .linear import linear
 from .mlp import swiglu
@@ -104,7 +104,7 @@ def experts(
         own, at = own_choices(ids, down)
         y = experts.body(x, torch.where(own, weights, 0), at, gate_up.weight, down.weight)
         return all_reduce.body(y, group=down.group)
-    gate_up, down = (plain(w) if isinstance(w, PreparedWeight) else w for w in (gate_up, down))
+    gate_up, down = (w.plain() if isinstance(w, PreparedWeight) else w for w in (gate_up, down))
     out = torch.zeros_like(x)
     for expert in range(gate_up.shape[0]):
         weight = torch.where(ids == expert, weights, 0).sum(-1, keepdim=True)

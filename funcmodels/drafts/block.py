@@ -1,0 +1,361 @@
+"""Drafting a block at a time: what DFlash and DSpark share.
+
+A small model of Qwen3's layers reads two things. The *context* are all tokens that the model has run: their keys and
+values are made from the model's own residual streams after a few of its layers, so that the draft runs no layer of its
+own over them. The *block* is each row's newest token and masks behind it; one pass over it, in which all of its tokens
+may see each other, proposes a token for each place. What the block writes lies past the row's length and is
+overwritten by context.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lowering import host_side, ops
+from lowering.ops.widen import wide
+from params.spec import Init, TensorSpec
+from params.tree import put, tree, unchecked
+
+from ..attention.gqa import Attention, KeyValuePages, key_value_pages
+from ..batch import Batch
+from ..blocks.linear import GemmaNorm, Linear, Norm, head_weight, linear_spec, norm_spec
+from ..blocks.mlp import Mlp, mlp, mlp_spec
+from ..host_sides import extend_on_host, propose_on_host
+from ..model import Model, at_least_one
+from ..output import Output
+from ..sampling import DraftNoise
+from ..speculative import Carry, DraftedParams, Proposal, kept_tokens
+from ..state import State, check_usable, commit, like, rewound
+from ..step import Step, begin, finish, text_positions, writable
+from .block_config import BlockConfig
+from .checks import check_carry, check_empty, check_noise, check_output
+from .markov import Markov, markov_spec
+
+Angles = tuple[Tensor, Tensor]
+"""Cosine and sine of each token's place."""
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Layer, queries, keys and values of a block's tokens, to what they attend to."""
+
+
+@tree
+class Layer:
+    """One layer, as Qwen3 has it: attention and a feed-forward block, each behind a norm."""
+
+    input_norm: Norm
+    attn: Attention
+    post_norm: Norm
+    mlp: Mlp
+
+
+@tree
+class ContextWeights:
+    """What makes all layers' keys and values of the context: their rows in one projection, and norms of the keys.
+
+    `kv` rows: of each layer the keys, then the values. `k_norm` are factors, one of each channel of a head.
+    """
+
+    kv: Linear
+    k_norm: Float[Tensor, "*layers head_dim"]
+
+
+@tree
+class BlockParams:
+    """All parameters. `markov` is None where rows are independent, `ids` where the draft has all of the model's tokens.
+
+    `ids` are what to add to the draft's number of a token for the model's. `context` repeats rows of the layers'
+    projections, as one product reads them; None makes it anew in every call, which is for training.
+    """
+
+    fc: Linear
+    hidden_norm: Norm
+    layers: tuple[Layer, ...]
+    norm: Norm
+    markov: Markov | None
+    ids: Int[Tensor, " draft_vocab"] | None
+    context: ContextWeights | None
+
+
+def block_spec(config: BlockConfig) -> BlockParams:
+    """The parameter tree of a checkpoint with a `TensorSpec` at each leaf."""
+    hidden, vocab = config.hidden_size, config.draft_vocab_size
+    norm = norm_spec(hidden, _init(config))
+    return unchecked(
+        BlockParams,
+        fc=linear_spec(len(config.target_layer_ids) * hidden, hidden),
+        hidden_norm=norm,
+        layers=tuple(_layer_spec(config) for _ in range(config.num_hidden_layers)),
+        norm=norm,
+        markov=markov_spec(config),
+        ids=TensorSpec((vocab,), "zeros", dtype=torch.int64) if vocab else None,
+        context=None,
+    )
+
+
+def _layer_spec(config: BlockConfig) -> Layer:
+    hidden, norm = config.hidden_size, norm_spec(config.hidden_size, _init(config))
+    of_heads = norm_spec(config.head_dim, _init(config))
+    q, kv = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
+    attn = unchecked(
+        Attention, qkv=linear_spec(hidden, q, kv, kv), out=linear_spec(q, hidden), q_norm=of_heads, k_norm=of_heads
+    )
+    feed = mlp_spec(hidden, config.intermediate_size)
+    return unchecked(Layer, input_norm=norm, attn=attn, post_norm=norm, mlp=feed)
+
+
+def _init(config: BlockConfig) -> Init:
+    return "zeros" if config.use_gemma_norm else "ones"
+
+
+def with_context(params: BlockParams) -> BlockParams:
+    """The parameters with `context`, to draft with."""
+    layers = [layer.attn for layer in params.layers]
+    rows = torch.cat([attn.qkv.weight[attn.out.weight.shape[1] :] for attn in layers])
+    norms = torch.stack([wide(attn.k_norm.weight) + isinstance(attn.k_norm, GemmaNorm) for attn in layers])
+    return put(params, "context", ContextWeights(Linear(rows), norms))
+
+
+def context_entries(
+    config: BlockConfig, params: BlockParams, features: Float[Tensor, "tokens inputs"], angles: Angles
+) -> tuple[Float[Tensor, "tokens layers kv_heads head_dim"], Float[Tensor, "tokens layers kv_heads head_dim"]]:
+    """Keys and values of all layers, from residual streams of the model laid end to end: one product, one turn."""
+    weights = params.context or with_context(params).context
+    assert weights is not None
+    context = _normed(params.hidden_norm, ops.linear(features, params.fc.weight), config.rms_norm_eps)
+    sizes = {"layers": config.num_hidden_layers, "dim": config.head_dim, "two": 2}
+    both = ops.linear(context, weights.kv.weight)
+    k, v = rearrange(both, "tokens (layers two heads dim) -> two tokens layers heads dim", **sizes)
+    unit = wide(k) * torch.rsqrt(wide(k).square().mean(-1, keepdim=True) + config.rms_norm_eps)
+    k = (unit * weights.k_norm[:, None]).to(v.dtype).flatten(1, 2)
+    # All layers turn by the same angles, so their heads are heads of one call; it wants queries too, and gets one.
+    k, _ = ops.rotary(k, k[:, :1], *angles)
+    return k.unflatten(1, (config.num_hidden_layers, -1)), v
+
+
+def block_hidden(
+    config: BlockConfig, params: BlockParams, x: Float[Tensor, "tokens hidden"], angles: Angles, attend: Attend
+) -> Float[Tensor, "tokens hidden"]:
+    """Embedded tokens of blocks through all layers and the final norm; `attend` is told of each layer's heads."""
+    eps, sizes = config.rms_norm_eps, {"dim": config.head_dim}
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    normed = _normed(params.layers[0].input_norm, x, eps)
+    next_norms = [layer.input_norm for layer in params.layers[1:]] + [params.norm]
+    for index, (layer, next_norm) in enumerate(zip(params.layers, next_norms, strict=True)):
+        mixed = rearrange(ops.linear(normed, layer.attn.qkv.weight), "tokens (heads dim) -> tokens heads dim", **sizes)
+        q, k, v = mixed.split((heads, kv_heads, kv_heads), 1)
+        q, k = _normed(layer.attn.q_norm, q, eps), _normed(layer.attn.k_norm, k, eps)
+        y = attend(index, *ops.rotary(q, k, *angles), v)
+        normed, x = _add_normed(layer.post_norm, ops.linear(y.flatten(1), layer.attn.out.weight), x, eps)
+        normed, x = _add_normed(next_norm, mlp(layer.mlp, normed), x, eps)
+    return normed
+
+
+def _normed(params: Norm, x: Tensor, eps: float) -> Tensor:
+    norm = ops.gemma_rms_norm if isinstance(params, GemmaNorm) else ops.rms_norm
+    return norm(x, params.weight, eps=eps)
+
+
+def _add_normed(params: Norm, x: Tensor, residual: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    norm = ops.add_gemma_rms_norm if isinstance(params, GemmaNorm) else ops.add_rms_norm
+    return norm(x, residual, params.weight, eps=eps)
+
+
+def angles_at(config: BlockConfig, positions: Int[Tensor, " tokens"]) -> Angles:
+    """What queries and keys at these places turn by."""
+    return ops.rotary_angles(positions, rotary_dim=config.head_dim, theta=config.rope_theta)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockDraft(abc.ABC):
+    """A draft for `model` with parameters of its own; embedding and output projection are the model's.
+
+    `propose` and `extend` take the model's parameters. Captured functions are handed `joined(params)` in their place.
+    """
+
+    model: Model
+    config: BlockConfig
+    params: BlockParams
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.config!r})"
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The values of the model's forward that `extend` needs: give them as its `outputs`."""
+        return tuple(dict.fromkeys(f"layers.{layer}" for layer in self.config.target_layer_ids))
+
+    @property
+    def most_steps(self) -> int:
+        """How many tokens one block proposes."""
+        return self.config.drafts
+
+    def ahead(self, steps: int) -> int:
+        """How many places past a row's length `propose` writes to: a whole block, however many steps are asked for."""
+        return self.config.block
+
+    def joined(self, params: Any) -> DraftedParams:
+        """The model's parameters and the draft's as one value, which every function of the draft takes as `params`."""
+        return params if isinstance(params, DraftedParams) else DraftedParams(params, self.params)
+
+    @abc.abstractmethod
+    def step_logits(
+        self, own: BlockParams, base: Float[Tensor, "rows vocab"], hidden: Float[Tensor, "rows hidden"],
+        before: Int[Tensor, " rows"], memory: Any,
+    ) -> tuple[Float[Tensor, "rows vocab"], Any]:  # fmt: skip
+        """Logits of one place of a block, given those of its row and the token before it; and what is remembered."""
+
+    def init_state(self, state: State) -> State:
+        """An empty state of the draft for the rows of `state`, which must be empty too, with room for a block more."""
+        check_empty(state)
+        config = self.config
+
+        def entries(
+            rows: int, pages: int, page_size: int, dtype: torch.dtype, recurrent_dtype: torch.dtype, device: Any
+        ) -> tuple[KeyValuePages, ...]:
+            kv = (pages, page_size, config.num_key_value_heads, config.head_dim, dtype, device)
+            return tuple(key_value_pages(*kv) for _ in range(config.num_hidden_layers))
+
+        return like(state, entries, room=config.block)
+
+    @host_side(extend_on_host)
+    def extend(
+        self,
+        params: Any,
+        state: State,
+        out: Output,
+        batch: Batch,
+        next_tokens: Int[Tensor, "*lead"],
+        carry: Carry | None = None,
+    ) -> tuple[State, Carry]:
+        """Take in what the model has just run, as `MtpDraft.extend`; `out` was asked for `outputs`.
+
+        Of each row the places before the first -1 of `next_tokens` count, and become context.
+        """
+        check_output(out, batch)
+        if carry is not None:
+            check_carry(state, carry)
+        own = self.joined(params).draft
+        following, kept = kept_tokens(batch, next_tokens)
+        step = begin(state, batch, keep_steps=True)
+        features = self._features(out, own)
+        k, v = context_entries(self.config, own, features, angles_at(self.config, text_positions(batch, step)))
+        entries = [_written(step, layer, k[:, layer], v[:, layer]) for layer in range(len(own.layers))]
+        after = finish(step, entries)
+        assert after is not None
+        kept = kept.to(following.device)
+        last = (batch.query_start[:-1] + kept - 1).clamp(min=0).long()
+        new = Carry(following[last], out.hidden[last])
+        return commit(after, kept), new if carry is None else new.where(kept > 0, carry)
+
+    def _features(self, out: Output, own: BlockParams) -> Float[Tensor, "tokens inputs"]:
+        """The model's values that the draft reads, laid end to end, in the draft's dtype."""
+        missing = [name for name in self.outputs if name not in out.extra]
+        if missing:
+            raise ValueError(f"extend: the output has no {', '.join(missing)}; run forward(..., outputs=draft.outputs)")
+        found = torch.cat([out.extra[f"layers.{layer}"] for layer in self.config.target_layer_ids], -1)
+        wanted = own.fc.weight.shape[1]
+        if found.shape[1] != wanted:
+            raise ValueError(
+                f"extend: {', '.join(self.outputs)} of this model are {found.shape[1]} wide together, the draft reads "
+                f"{wanted}; it is for models with one residual stream of {self.config.hidden_size}"
+            )
+        return found.to(own.hidden_norm.weight.dtype)
+
+    @host_side(propose_on_host)
+    @torch.no_grad()
+    def propose(
+        self, params: Any, state: State, carry: Carry, steps: int = 3, noise: DraftNoise | None = None
+    ) -> tuple[Proposal, State]:
+        """The first `steps` tokens of a block after each row's newest; as `MtpDraft.propose`, in one pass.
+
+        Raises `ValueError` for more than a block has too.
+        """
+        at_least_one("propose: steps", steps)
+        if steps > self.most_steps:
+            raise ValueError(f"propose: {steps} steps, and a block of this draft has {self.most_steps}; give fewer")
+        check_usable(state)
+        check_carry(state, carry)
+        check_noise(state, noise)
+        both = self.joined(params)
+        hidden, after = self._block(both, state, carry.token)
+        first = 0 if self.config.from_anchor else 1
+        hidden = hidden.unflatten(0, (state.rows, -1))[:, first : first + steps]
+        tokens, laws = self._chosen(both, hidden, carry.token, state.lengths, noise)
+        return Proposal(carry.token, tokens, state.lengths, laws), rewound(after, state)
+
+    def _block(
+        self, both: DraftedParams, state: State, root: Int[Tensor, " rows"]
+    ) -> tuple[Float[Tensor, "tokens hidden"], State]:
+        """The draft's hidden states of a block a row, and the state with the block in it."""
+        block, own = self.config.block, both.draft
+        masks = root.new_full((state.rows, block - 1), self.config.mask_token_id)
+        tokens = torch.cat((root[:, None], masks), 1).flatten()
+        batch = Batch.from_tokens(tokens, [block] * state.rows, state)
+        step = begin(state, batch)
+        entries: list[KeyValuePages | None] = []
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            pages = _written(step, layer, k, v)
+            entries.append(pages)
+            return self._attend(layer, q, pages, step)
+
+        x = ops.embedding(batch.tokens, both.model.embed.weight).to(own.norm.weight.dtype)
+        hidden = block_hidden(self.config, own, x, angles_at(self.config, step.positions), attend)
+        after = finish(step, entries)
+        assert after is not None
+        return hidden, after
+
+    def _attend(self, layer: int, q: Tensor, pages: KeyValuePages, step: Step) -> Tensor:
+        held = (q, pages.k, pages.v, step.page_table, step.lengths)
+        shared: dict[str, Any] = {"scale": self.config.head_dim**-0.5, "window": self.config.window(layer)}
+        if self.config.causal(layer):
+            hints = {"max_query": step.max_query, "uniform": step.uniform}
+            return ops.paged_attention(*held, step.query_start, step.host, **hints, **shared)
+        return ops.block_attention(*held, step.host, block=step.max_query, **shared)
+
+    def _chosen(
+        self, both: DraftedParams, hidden: Float[Tensor, "rows drafts hidden"], root: Int[Tensor, " rows"],
+        lengths: Int[Tensor, " rows"], noise: DraftNoise | None,
+    ) -> tuple[Int[Tensor, "rows drafts"], Float[Tensor, "rows drafts vocab"] | None]:  # fmt: skip
+        """The tokens of a block, one after the other, and the laws that drawn ones came from."""
+        target, own = both.model, both.draft
+        read = hidden.to(target.embed.weight.dtype)
+        base = ops.linear(read.flatten(0, 1), head_weight(target.embed, target.head)).unflatten(0, hidden.shape[:2])
+        vocab = base.shape[2]
+        ids = None if own.ids is None else own.ids + torch.arange(own.ids.shape[0], device=own.ids.device)
+        base = base if ids is None else base[..., ids]
+        tokens, laws, memory = [root], [], None
+        for step in range(hidden.shape[1]):
+            logits, memory = self.step_logits(own, base[:, step], hidden[:, step], tokens[-1], memory)
+            if noise is None:
+                best = logits.argmax(-1)
+                tokens.append(best if ids is None else ids[best])
+                continue
+            token, law = noise.draw(_spread(logits, ids, vocab), lengths + 1 + step)
+            tokens.append(token)
+            laws.append(law)
+        return torch.stack(tokens[1:], 1), torch.stack(laws, 1) if laws else None
+
+
+def _spread(
+    logits: Float[Tensor, "rows draft_vocab"], ids: Int[Tensor, " draft_vocab"] | None, vocab: int
+) -> Float[Tensor, "rows vocab"]:
+    """Logits of the draft's tokens among those of the model's, which it cannot propose where they are -inf."""
+    if ids is None:
+        return logits
+    return logits.new_full((logits.shape[0], vocab), -torch.inf).index_copy(1, ids, logits)
+
+
+def _written(step: Step, layer: int, k: Tensor, v: Tensor) -> KeyValuePages:
+    """The pages of a layer with keys and values of the step's tokens in them."""
+    past = step.past(layer, KeyValuePages)
+    assert past is not None
+    past = writable(past, k, v)
+    return KeyValuePages(*ops.write_pages(past.k, past.v, k, v, step.slots))

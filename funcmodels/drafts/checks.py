@@ -1,0 +1,47 @@
+"""What every draft checks before it computes: that what it is given belongs together."""
+
+from __future__ import annotations
+
+from ..batch import Batch
+from ..errors import StateError
+from ..output import Output
+from ..sampling import DraftNoise
+from ..speculative import Carry
+from ..state import State
+
+
+def check_empty(state: State) -> None:
+    """`StateError` for a state that holds tokens, which a new draft has not seen."""
+    if any(state.host.lengths):
+        raise StateError(
+            f"the state already holds tokens ({list(state.host.lengths)}) that the draft has not seen; make the "
+            "draft's state from the empty state, and extend it with every forward"
+        )
+
+
+def check_output(out: Output, batch: Batch) -> None:
+    """`ValueError` for an output of another batch."""
+    if out.hidden.shape[0] != batch.tokens.shape[0]:
+        raise ValueError(
+            f"extend: the output is of {out.hidden.shape[0]} tokens, the batch has {batch.tokens.shape[0]}; give "
+            "the batch that the model's forward made this output from"
+        )
+
+
+def check_carry(state: State, carry: Carry) -> None:
+    """`StateError` for a carry of other rows."""
+    rows = carry.token.shape[0]
+    if rows != state.rows:
+        raise StateError(f"the carry has {rows} rows, the state has {state.rows}; select the same rows of both")
+
+
+def check_noise(state: State, noise: DraftNoise | None) -> None:
+    """`ValueError` for noise of other rows."""
+    if noise is None:
+        return
+    settings, requests = noise.sampling.seed.shape[0], noise.requests.shape[0]
+    if settings != state.rows or requests != state.rows:
+        raise ValueError(
+            f"propose: noise of {settings} settings and {requests} requests, the state has {state.rows} rows; give one "
+            "of each a row"
+        )

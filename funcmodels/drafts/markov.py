@@ -1,0 +1,86 @@
+"""Markov heads of DSpark: what the token before a place adds to the logits there, by a product of low rank.
+
+A block's rows are made all at once and know nothing of each other's tokens. The head puts that right in a short loop:
+it looks up the token before in `w1`, and `w2` turns what it finds into one number for each token.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lowering import ops
+from lowering.ops.widen import wide
+from params.spec import TensorSpec
+from params.tree import tree, unchecked
+
+from ..blocks.linear import BiasedLinear, Linear, linear_spec, project
+from .block_config import BlockConfig
+
+
+@tree
+class Markov:
+    """The plain head: `w1` is a table of the model's tokens, `w2` a projection to the draft's."""
+
+    w1: Float[Tensor, "vocab rank"]
+    w2: Linear
+
+
+@tree
+class GatedMarkov(Markov):
+    """What is looked up passes a gate, made from the row's hidden state and from itself."""
+
+    gate: BiasedLinear
+
+
+@tree
+class RecurrentMarkov(Markov):
+    """What is looked up updates a memory of the block's tokens: `joint` gives a gate, a candidate and an output."""
+
+    joint: BiasedLinear
+
+
+def markov_spec(config: BlockConfig) -> Markov | None:
+    """Spec of the head that a config asks for, None where it asks for none."""
+    rank, hidden, vocab = config.markov_rank, config.hidden_size, config.vocab_size
+    if rank == 0:
+        return None
+    tables = {"w1": TensorSpec((vocab, rank)), "w2": linear_spec(rank, config.draft_vocab_size or vocab)}
+    if config.markov_head_type == "gated":
+        return unchecked(GatedMarkov, gate=linear_spec(hidden + rank, rank, bias=True), **tables)
+    if config.markov_head_type == "rnn":
+        joint = unchecked(
+            BiasedLinear, weight=TensorSpec((3 * rank, hidden + 2 * rank)), bias=TensorSpec((3 * rank,), "zeros")
+        )
+        return unchecked(RecurrentMarkov, joint=joint, **tables)
+    return unchecked(Markov, **tables)
+
+
+def corrected(
+    params: Markov, base: Float[Tensor, "rows vocab"], hidden: Float[Tensor, "rows hidden"],
+    before: Int[Tensor, " rows"], memory: Float[Tensor, "rows rank"] | None,
+) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "rows rank"] | None]:  # fmt: skip
+    """Base logits and the head's, summed in float32 and rounded once; and the memory after this place.
+
+    The rounded sum is what tokens are chosen from, greedy or drawn: among equal ones the lowest id wins, and a NaN wins
+    over all, as `argmax` has it. `base` may have fewer tokens than the head, whose last ones are then padding.
+    """
+    looked_up = ops.embedding(before, params.w1)
+    looked_up, memory = _passed(params, looked_up, hidden.to(looked_up.dtype), memory)
+    bias = ops.linear(looked_up, params.w2.weight)[..., : base.shape[-1]]
+    return (wide(base) + wide(bias)).to(torch.promote_types(base.dtype, params.w1.dtype)), memory
+
+
+def _passed(
+    params: Markov, found: Float[Tensor, "rows rank"], hidden: Float[Tensor, "rows hidden"], memory: Tensor | None
+) -> tuple[Float[Tensor, "rows rank"], Tensor | None]:
+    """What of the looked up goes on to `w2`, and the memory."""
+    if isinstance(params, GatedMarkov):
+        return torch.sigmoid(project(params.gate, torch.cat((hidden, found), -1))) * found, None
+    if isinstance(params, RecurrentMarkov):
+        memory = torch.zeros_like(found) if memory is None else memory
+        gate, candidate, out = project(params.joint, torch.cat((memory, found, hidden), -1)).chunk(3, -1)
+        kept = torch.sigmoid(gate)
+        return torch.tanh(out), kept * memory + (1 - kept) * torch.tanh(candidate)
+    return found, None

@@ -1,0 +1,141 @@
+"""One rank: runs its part of every family beside the whole model, and writes how far they are apart as JSON.
+
+python -m tests.sharding.worker OUT [KIND ...]      (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import funcmodels as fm
+import lowering
+import params as trees
+from lowering import ops
+from tests.sharding.kinds import EXPERTS, HEADS, whole
+
+CAPTURED = ("qwen_moe", "deepseek_v2")
+LISTS = [[[3, 5, 7, 9, 11, 2, 6], [4, 8], []], [[1], [], [2, 3, 4]], [[5], [6], [7]]]
+"""New tokens of three rows in three forwards: ragged, with idle rows, then one each."""
+VERIFY, ACCEPTED = [[8, 9, 10], [11, 12, 13], [14, 15, 16]], [1, 3, 0]
+
+
+def main(out: Path, kinds: list[str]) -> None:
+    """Compare each kind, with slices of experts and with whole ones."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    found = {}
+    for kind in kinds:
+        for whole_experts in (False, True) if kind in EXPERTS else (False,):
+            ranks = fm.ranks_of(mesh, whole_experts=whole_experts)
+            found[f"{kind}{' whole experts' if whole_experts else ''}"] = compared(kind, ranks)
+    (out / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@torch.no_grad()
+def compared(kind: str, ranks: trees.Ranks) -> dict[str, Any]:
+    """Distances of logits and states, and the tokens that both generate."""
+    model, params = whole(kind)
+    own = model.sharded(ranks)
+    held = trees.shard(params, model.whole_spec(), ranks)
+    with lowering.record() as report:
+        mine = list(run(own, held))
+    theirs = list(run(model, params))
+    return {
+        "logits": max(distance(a[0], b[0]) for a, b in zip(mine, theirs, strict=True)),
+        "hidden": max(distance(a[1], b[1]) for a, b in zip(mine, theirs, strict=True)),
+        "states": states(mine[-1][2], theirs[-1][2], own, ranks),
+        "tokens": [generated(kind, own, held), generated(kind, model, params)],
+        "captured": captured(own, held) if kind in CAPTURED else 0.0,
+        "ops": sorted({row.op for row in report.rows} & {"all_reduce", "all_gather"}),
+        "first logits": mine[0][0].flatten()[:50].tolist(),
+    }
+
+
+def run(model: fm.Model, params: Any) -> Iterator[tuple[Tensor, Tensor, fm.State]]:
+    """Logits, hidden states and the state after each forward, a verified window among them."""
+    state = model.init_state(3, 32, page_size=4)
+    for lists in LISTS:
+        out, state = model.forward(params, state, fm.Batch.from_lists(lists, state))
+        yield out.logits, out.hidden, state
+    out, state = model.forward(params, state, fm.Batch.from_lists(VERIFY, state), keep_steps=True)
+    state = fm.commit(state, ACCEPTED)
+    yield out.logits, out.hidden, state
+    out, state = model.forward(params, state, fm.Batch.from_lists(LISTS[1], state))
+    yield out.logits, out.hidden, state
+
+
+def distance(one: Tensor, two: Tensor) -> float:
+    """Largest difference, in units of the largest value."""
+    return float((one - two).abs().max() / two.abs().max().clamp(min=1e-9))
+
+
+def states(mine: fm.State, theirs: fm.State, model: fm.Model, ranks: trees.Ranks) -> float:
+    """How far the ranks' entries, put together, are from the whole's."""
+    worst = 0.0
+    for row in range(mine.rows):
+        whole_entries = fm.logical(theirs, row)
+        for name, value in fm.logical(mine, row).items():
+            expected = whole_entries[name]
+            if value.shape == expected.shape:
+                worst = max(worst, distance(value, expected) if value.numel() else 0.0)
+                continue
+            axis = next(i for i, (a, b) in enumerate(zip(value.shape, expected.shape, strict=True)) if a != b)
+            parts = ops.all_gather(value.movedim(axis, -1).contiguous(), group=ranks.group, ranks=ranks.size)
+            joined = parts.movedim(-1, axis)
+            if joined.shape == expected.shape and "window" not in name:
+                worst = max(worst, distance(joined, expected) if joined.numel() else 0.0)
+            else:
+                worst = max(worst, unordered(joined, expected, axis))
+    return worst
+
+
+def unordered(joined: Tensor, expected: Tensor, axis: int) -> float:
+    """How far the worst channel is from its likeliest twin: ranks hold blocks of channels, or one head twice."""
+    if not joined.numel():
+        return 0.0
+    one, two = (x.movedim(axis, 0).flatten(1) for x in (joined, expected))
+    apart = (one[:, None] - two[None]).abs().amax(-1)
+    return float(torch.maximum(apart.amin(0).max(), apart.amin(1).max()) / expected.abs().max().clamp(min=1e-9))
+
+
+def generated(kind: str, model: fm.Model, params: Any) -> list[list[int]]:
+    """Greedy and sampled tokens, with the draft head where there is one."""
+    prompts = [[3, 4, 5, 6], [7, 8]]
+    draft = "mtp" if kind in HEADS else "none"
+    greedy = fm.generate(model, params, prompts, max_new_tokens=7, draft=draft)
+    drawn = fm.generate(model, params, prompts, max_new_tokens=7, draft=draft, sampling=fm.Sampling(1.0, seed=5))
+    return [result.tokens for result in (*greedy, *drawn)]
+
+
+def captured(model: fm.Model, params: Any) -> float:
+    """How far a captured decoding step, collectives and all, is from a plain one."""
+    step = lowering.jit(model.forward, donate=("state",), backend="fx")
+    plain, replayed = (model.init_state(2, 16, page_size=4) for _ in range(2))
+    worst = 0.0
+    for token in (3, 4, 5):
+        lists = [[token], [token + 1]]
+        expected, plain = model.forward(params, plain, fm.Batch.from_lists(lists, plain))
+        found, replayed = step(params, replayed, fm.Batch.from_lists(lists, replayed))
+        worst = max(worst, distance(found.logits, expected.logits))
+    return worst
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if os.environ.get("DIES") == os.environ["RANK"]:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+        os._exit(3)
+    main(Path(sys.argv[1]), sys.argv[2:])
