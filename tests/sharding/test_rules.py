@@ -12,8 +12,11 @@ import torch
 import funcmodels as fm
 import lowering
 import params as trees
+from funcmodels.blocks.linear import Linear, linear_spec
+from lowering import ops
 from params import reading
 from params.sharding import Cut, Inputs, Outputs, Ranks, Vocabulary
+from params.tree import unchecked
 from tests.sharding.kinds import EXPERTS, KINDS, whole
 
 SIZES = (2, 4)
@@ -145,3 +148,49 @@ def test_a_rank_costs_its_share() -> None:
     assert model.sharded(Ranks(3, 32, "tp")).param_spec().embed.weight.weight.shape == (5120, 24)
     # Keys and values are on several ranks each, which is the rest.
     assert 31 < flops[0] / flops[1] <= 32
+
+
+SCHEMES: dict[str, Any] = {
+    "W8A8_DYNAMIC": "W8A8_DYNAMIC",
+    "W8A8_MXFP8": "W8A8_MXFP8",
+    "W4A8_DYNAMIC": {"**.experts.*": "W4A8_DYNAMIC", "**": "W8A8_DYNAMIC"},
+}
+
+
+@pytest.mark.parametrize("whole_experts", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("kind", ["qwen_moe", "kimi_linear"])
+def test_quantised_weights_are_cut_alike(kind: str, scheme: str, whole_experts: bool, tmp_path: Path) -> None:
+    """Scales, packed bytes and exponents go with their weights; blocks of MX may be parted by two ranks."""
+    model = fm.build(KINDS[kind] | {"moe_intermediate_size": 32})
+    params = trees.quantize(model.init_params(seed=2), SCHEMES[scheme])
+    trees.save(params, tmp_path, model.whole_spec(), model.family.names, dict(model.config_json))
+    for rank in range(2):
+        ranks = Ranks(rank, 2, "g", whole_experts)
+        expected = trees.shard(params, model.whole_spec(), ranks)
+        assert trees.equal(fm.load(tmp_path, torch.float32, mesh=ranks)[1], expected)
+
+
+@pytest.mark.parametrize("inputs", [96, 64])
+def test_products_of_parted_blocks_add_up(inputs: int) -> None:
+    """Two ranks' products of MX weights, of which both have a part of one block, are near the whole's."""
+    draw = torch.Generator().manual_seed(inputs)
+    spec = linear_spec(inputs, 10, shard=Inputs(4))
+    weight = torch.randn(10, inputs, generator=draw)
+    params = trees.quantize(unchecked(Linear, weight=weight), "W8A8_MXFP8")
+    x = torch.randn(3, inputs, generator=draw)
+    found = torch.zeros(3, 10)
+    for rank in range(4):
+        held = trees.shard(params, spec, Ranks(rank, 4, "g")).weight.weight
+        found += ops.linear(x[:, rank * inputs // 4 : (rank + 1) * inputs // 4], held)
+    assert (found - x @ weight.T).norm() < 0.055 * (x @ weight.T).norm()
+
+
+def test_int4_that_would_be_parted_within_a_byte_is_refused() -> None:
+    """Three rows of gate and of up a rank."""
+    model = fm.build(KINDS["qwen_moe"])
+    params = trees.quantize(model.init_params(), {"**.experts.*": "W4A8_DYNAMIC"})
+    with pytest.raises(
+        fm.ConfigError, match=r"layers\.0\.mlp\.experts\.gate_up: Int4Weight\.packed .* take fewer ranks"
+    ):
+        trees.shard(params, model.whole_spec(), Ranks(0, 4, "g"))

@@ -38,15 +38,15 @@ def main(out: Path, kinds: list[str]) -> None:
     for kind in kinds:
         for whole_experts in (False, True) if kind in EXPERTS else (False,):
             ranks = fm.ranks_of(mesh, whole_experts=whole_experts)
-            found[f"{kind}{' whole experts' if whole_experts else ''}"] = compared(kind, ranks)
+            found[f"{kind}{' whole experts' if whole_experts else ''}"] = compared(kind, *whole(kind), ranks)
+    found["quantised"] = quantised(fm.ranks_of(mesh))
     (out / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 @torch.no_grad()
-def compared(kind: str, ranks: trees.Ranks) -> dict[str, Any]:
+def compared(kind: str, model: fm.Model, params: Any, ranks: trees.Ranks) -> dict[str, Any]:
     """Distances of logits and states, and the tokens that both generate."""
-    model, params = whole(kind)
     own = model.sharded(ranks)
     held = trees.shard(params, model.whole_spec(), ranks)
     with lowering.record() as report:
@@ -61,6 +61,20 @@ def compared(kind: str, ranks: trees.Ranks) -> dict[str, Any]:
         "ops": sorted({row.op for row in report.rows} & {"all_reduce", "all_gather"}),
         "first logits": mine[0][0].flatten()[:50].tolist(),
     }
+
+
+@torch.no_grad()
+def quantised(ranks: trees.Ranks) -> list[float]:
+    """How far int8 is from float32: the ranks', and the whole's. A rank scales its activations for itself."""
+    model, params = whole("qwen_dense")
+    small = trees.quantize(params, "W8A8_DYNAMIC")
+    held = trees.shard(small, model.whole_spec(), ranks)
+    expected = [logits for logits, *_ in run(model, params)]
+    runs = [list(run(model.sharded(ranks), held)), list(run(model, small))]
+    return [
+        float(sum((a[0] - b).norm() for a, b in zip(one, expected, strict=True)) / sum(b.norm() for b in expected))
+        for one in runs
+    ]
 
 
 def run(model: fm.Model, params: Any) -> Iterator[tuple[Tensor, Tensor, fm.State]]:
