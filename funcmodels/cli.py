@@ -28,8 +28,7 @@ from .batch import Batch
 from .drafts import default_draft
 from .errors import StateError
 from .generate import generate
-from .loading import directory_of, load, open_checkpoint
-from .model import build
+from .loading import load, open_checkpoint, without_weights
 from .parallel import ranks_of, started
 from .requests import Event, Result
 from .sampling import Sampling
@@ -78,8 +77,13 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_generate)
     parser.add_argument("--model", default="bundled", help="directory, hub id, or 'bundled' (default)")
     parser.add_argument("--prompt", help="text to continue (default: a piece of Python, for the bundled model)")
-    parser.add_argument("--draft", help="'mtp' or 'none' (default: mtp if the checkpoint has such a head)")
-    parser.add_argument("--draft-steps", type=int, default=3, metavar="N", help="drafts a round (default 3)")
+    parser.add_argument(
+        "--draft",
+        help="'mtp', 'none', 'dspark' (the bundled model's) or a directory (default: mtp if there is such a head)",
+    )
+    parser.add_argument(
+        "--draft-steps", type=int, metavar="N", help="drafts a round (default 3; all of a block draft's)"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     parser.add_argument("--top-k", type=int, default=0, help="0 (default) is off")
@@ -113,6 +117,11 @@ def _logit_bias(text: str) -> tuple[int, float]:
     return int(token), float(value)
 
 
+def _scheme(text: str) -> tuple[str, str]:
+    pattern, _, word = text.rpartition("=")
+    return pattern or "**", word
+
+
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_inspect)
     parser.add_argument("directory", metavar="DIR", help="checkpoint directory, hub id, or 'bundled'")
@@ -130,6 +139,14 @@ def _add_lower(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the parameters (default bfloat16)")
     parser.add_argument(
         "--recurrent-dtype", choices=DTYPES, default="float32", help="of delta-rule states (default float32)"
+    )
+    parser.add_argument(
+        "--quantize",
+        type=_scheme,
+        action="append",
+        default=[],
+        metavar="[PATTERN=]SCHEME",
+        help="as if projections were W8A8_DYNAMIC, ...; with a pattern of leaf paths, those alone (first match counts)",
     )
     parser.add_argument("--html", metavar="FILE", help="write the tables as a page too")
 
@@ -238,15 +255,16 @@ def _lower(args: argparse.Namespace) -> int:
     if args.tokens < 1:
         raise ValueError(f"--tokens must be at least 1, found {args.tokens}")
     dtypes = {"dtype": DTYPES[args.dtype], "recurrent_dtype": DTYPES[args.recurrent_dtype]}
-    model = build(directory_of(args.model))
-    spec = model.param_spec(dtypes["dtype"])
+    model, params = without_weights(args.model, dtypes["dtype"], dict(args.quantize))
+    if args.tokens > model.config.max_position_embeddings:
+        raise ValueError(f"--tokens {args.tokens}: the model takes {model.config.max_position_embeddings} at most")
     targets = list(dict.fromkeys(args.target))
     names = ", ".join(targets)
     sheets = []
     for phase, tokens, held in (("decode", 1, args.tokens), ("prefill", args.tokens, 0)):
         state = _holding(held, model.init_state(args.rows, held + tokens, **dtypes, device="meta"))
         batch = Batch.from_lists([[0] * tokens] * args.rows, state)
-        lowered = [lowering.lower(model.forward, spec, state, batch, target=name) for name in targets]
+        lowered = [lowering.lower(model.forward, params, state, batch, target=name) for name in targets]
         title = f"{phase}, {args.rows} x {tokens} tokens, {args.dtype}, {names}, rows that hold {held}"
         sheets.append(lowering.compared(lowered, title))
         sheets[-1].show(Console())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ def generate(
     params: Any,
     prompts: Sequence[Prompt],
     max_new_tokens: int = 64,
-    draft: str | Draft | None = None,
-    draft_steps: int = 3,
+    draft: str | Path | Draft | None = None,
+    draft_steps: int | None = None,
     sampling: Sampling | Sequence[Sampling] = Sampling(),
     eos: int | Sequence[int] | None = None,
     stop: str | Sequence[str] = (),
@@ -47,8 +48,9 @@ def generate(
     """Continue each prompt; results in the order of the prompts.
 
     Prompts are lists of token ids, or strings where the checkpoint has a tokenizer. `params` are plain or prepared.
-    `draft="mtp"` speculates: each round the draft proposes `draft_steps` tokens a row and the model verifies them in
-    one forward, which changes how many rounds are needed and nothing else. `sampling` is one for all or one a prompt.
+    `draft="mtp"`, or the directory of a block draft, speculates: each round the draft proposes `draft_steps` tokens a
+    row (3 by default, of a block draft all of a block) and the model verifies them in one forward, which changes how
+    many rounds are needed and nothing else. `sampling` is one for all or one a prompt.
     `eos` defaults to the checkpoint's; `()` never ends at a token. At most `rows` prompts (8 by default) run at a
     time, and prefill takes `chunk` tokens a row and round. `recurrent_dtype` is that of delta-rule matrices (float32 by
     default; Ascend's operators take bfloat16). `stream` is called with each event; without it, a terminal shows
@@ -107,8 +109,8 @@ def serve(
     params: Any,
     requests: Sequence[Request],
     *,
-    draft: str | Draft | None = None,
-    draft_steps: int = 3,
+    draft: str | Path | Draft | None = None,
+    draft_steps: int | None = None,
     rows: int | None = None,
     page_size: int = 128,
     chunk: int = 512,
@@ -120,25 +122,39 @@ def serve(
     Noise is keyed by a request's number, so a request gives the same tokens whatever runs beside it. The arguments
     are those of `generate`. The iterator's `state_bytes` is the memory that the rows take.
     """
-    sizes = {"rows": 8 if rows is None else rows, "chunk": chunk, "page_size": page_size, "draft_steps": draft_steps}
+    sizes = {"rows": 8 if rows is None else rows, "chunk": chunk, "page_size": page_size}
+    if draft_steps is not None:
+        sizes["draft_steps"] = draft_steps
     for name, value in sizes.items():
         at_least_one(name, value)
-    if draft_steps >= MAX_KEPT_STEPS:
-        raise ValueError(f"draft_steps must be at most {MAX_KEPT_STEPS - 1}, found {draft_steps}")
     for index, request in enumerate(requests):
         _check(model, index, request)
-    if isinstance(draft, str):
-        draft = None if draft == "none" else named_draft(model, draft)
+    if isinstance(draft, (str, Path)):
+        draft = None if draft == "none" else named_draft(model, draft, params)
     if draft is not None and (isinstance(draft, type) or not isinstance(draft, Draft)):
-        raise TypeError(f"draft must be 'mtp', 'none' or an object with the functions of fm.Draft, found {draft!r}")
+        raise TypeError(
+            "draft must be 'mtp', 'none', the directory of a draft, or an object with the functions of fm.Draft, found "
+            f"{draft!r}"
+        )
+    steps = _draft_steps(draft, draft_steps)
     tokenizer = _tokenizer(model)
     waiting = [
         Row(number, request, None if tokenizer is None else TextStream(tokenizer, request.stop))
         for number, request in enumerate(requests)
     ]
     programs = Programs.of(model, draft, backend)
-    setup = Setup(programs, sizes["rows"], page_size, chunk, draft, draft_steps, recurrent_dtype)
+    setup = Setup(programs, sizes["rows"], page_size, chunk, draft, steps, recurrent_dtype)
     return Serving(model, params, waiting, setup)
+
+
+def _draft_steps(draft: Draft | None, asked: int | None) -> int:
+    """How many tokens are proposed a round. `ValueError` for more than the draft proposes, or a state can drop."""
+    most = min(getattr(draft, "most_steps", MAX_KEPT_STEPS), MAX_KEPT_STEPS - 1)
+    if asked is None:
+        return most if hasattr(draft, "most_steps") else 3
+    if asked > most:
+        raise ValueError(f"draft_steps must be at most {most}, found {asked}")
+    return asked
 
 
 def _tokens(model: Model, index: int, prompt: Prompt) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from .batch import Batch, check_room
 from .output import LogitsOf, Output, cut
 from .rows import reserve
 from .sampling import DraftNoise
-from .speculative import Carry, Proposal, kept_tokens
+from .speculative import Carry, Proposal, joined_params, kept_tokens, outputs_for, places_ahead
 from .state import State, check_usable, committed_host, grown_host, known, replayed
 from .step import check_layout, ready
 
@@ -59,8 +59,10 @@ def extend_on_host(
         new = after(new)
         return replace(new, host=committed_host(new.host, kept)), carry
 
-    # The head reads no logits: without them, outputs with many and with few replay one capture.
-    given = {"out": Output(hidden[:0], hidden, {}), "next_tokens": _padded(next_tokens.reshape(-1), extra, -1)}
+    # No draft reads logits: without them, outputs with many and with few replay one capture.
+    taps = {name: _padded(out.extra[name], extra) for name in outputs_for(draft) if name in out.extra}
+    given = {"out": Output(hidden[:0], hidden, taps), "next_tokens": _padded(next_tokens.reshape(-1), extra, -1)}
+    given |= {"params": joined_params(draft, params)}
     return HostSide(given | {"state": ready_state, "batch": padded}, completed)
 
 
@@ -69,7 +71,7 @@ def propose_on_host(
 ) -> HostSide:
     """That of a draft's `propose`."""
     check_usable(state)
-    ahead = [max(steps - 1, 0)] * state.rows
+    ahead = [places_ahead(draft, steps)] * state.rows
     check_room(state, ahead)
     state = reserve(state, ahead)
 
@@ -77,7 +79,7 @@ def propose_on_host(
         proposal, new = result
         return proposal, replace(new, host=replayed(state.host))
 
-    return HostSide({"state": state}, completed)
+    return HostSide({"params": joined_params(draft, params), "state": state}, completed)
 
 
 def _forward(state: State | None, batch: Batch, keep_steps: bool) -> tuple[State | None, Callable[[Any], Any]]:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import params as checkpoints
 from params.checkpoint import Tables
 from params.errors import CheckpointError
+from params.quant.description import FILE as DESCRIPTION
 from params.sharding import Ranks
 
 from .model import Model, build
@@ -55,6 +56,29 @@ def load(
     return model, checkpoints.load(
         directory, spec, names, dtype=dtype, device=device, tensors=tensors, tables=tables, ranks=model.ranks
     )
+
+
+def without_weights(
+    path_or_hub_id: str | Path, dtype: torch.dtype = torch.bfloat16, schemes: Mapping[str, str] | None = None
+) -> tuple[Model, Any]:
+    """The model of a directory and its parameters as meta tensors: what a program is lowered with.
+
+    Of a quantised checkpoint they are the quantised ones, which takes the headers of its files; of any other the config
+    is enough. `schemes` quantises these as `params.quantize` does, from pattern of leaf path to word.
+    """
+    directory = directory_of(path_or_hub_id)
+    if (directory / DESCRIPTION).is_file():
+        directory, tensors, model = open_checkpoint(path_or_hub_id)
+        spec = checkpoints.quantized_spec(directory, model.whole_spec(), model.family.names, tensors)
+    else:
+        model = build(directory)
+        spec = model.whole_spec()
+    params = checkpoints.init(spec, dtype=dtype, device="meta")
+    if schemes:
+        # Ranges are values, which nothing here has.
+        ranges = {path: (-1.0, 1.0) for path, _ in checkpoints.items(params)}
+        params = checkpoints.quantize(params, schemes, input_ranges=ranges)
+    return model, params
 
 
 def open_checkpoint(path_or_hub_id: str | Path) -> Checkpoint:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from lowering import HostSide, host_side, jit
 from params.tree import map, tree
 
 from .batch import Batch
+from .drafts import directory_of_draft
 from .drafts import draft as make_draft
 from .host_sides import forward_on_host
 from .model import Model
@@ -28,7 +30,7 @@ from .progress import capturing
 from .requests import Row
 from .round import Round
 from .sampling import RowSampling, Sampling, sample
-from .speculative import Draft
+from .speculative import Draft, outputs_for
 from .state import State
 
 T = TypeVar("T")
@@ -90,9 +92,10 @@ def _step_on_host(
 
 @dataclass(frozen=True)
 class Step:
-    """Steps of `model`. Holds no tensors."""
+    """Steps of `model`, whose output has the values that `outputs` names. Holds no tensors."""
 
     model: Model
+    outputs: tuple[str, ...] = ()
 
     @host_side(_step_on_host)
     def run(
@@ -103,7 +106,7 @@ class Step:
         Returns the tokens, the output of the forward and the state. The host counts the tokens of rows that are not
         live: `settled` puts that right.
         """
-        out, new = self.model.forward(params, state, batch, logits="last")
+        out, new = self.model.forward(params, state, batch, logits="last", outputs=self.outputs)
         drawn = sample(out.logits, keys.sampling, keys.numbers, new.lengths, counts)
         return drawn, out, replace(new, lengths=torch.where(keys.live, new.lengths, state.lengths))
 
@@ -131,29 +134,36 @@ class Programs:
     @staticmethod
     def of(model: Model, draft: Draft | None, backend: str | None) -> Programs:
         """Those of a model and a draft, captured if a backend of `lowering.jit` is named."""
+        step = Step(model, () if draft is None else outputs_for(draft))
         if backend is None:
-            step = Step(model).run
-            return Programs(step) if draft is None else Programs(step, draft.extend, Round(model, draft).run)
+            return Programs(step.run) if draft is None else Programs(step.run, draft.extend, Round(model, draft).run)
         kept = partial(_kept_program, backend=backend)
-        step = kept(model, Step(model).run, "a step", ("state",))
+        step = kept(model, step.run, "a step", ("state",), of=step.outputs)
         if draft is None:
             return Programs(step, captured=True)
         extend = kept(draft, draft.extend, "a prefill of the draft", ("state",))
         # A draft may be used with several models.
-        round = kept(draft, Round(model, draft).run, "a round", ("state", "drafted"), model=id(model))
+        round = kept(draft, Round(model, draft).run, "a round", ("state", "drafted"), of=id(model))
         return Programs(step, extend, round, captured=True)
 
 
 def _kept_program(
-    owner: Any, function: Callable[..., Any], what: str, donate: tuple[str, ...], backend: str, model: int | None = None
+    owner: Any, function: Callable[..., Any], what: str, donate: tuple[str, ...], backend: str, of: Any = None
 ) -> Callable[..., Any]:
     make = partial(jit, function, donate, BUCKETS, backend, watch=partial(capturing, what))
-    return _kept(owner, (what, backend, model), make)
+    return _kept(owner, (what, backend, of), make)
 
 
-def named_draft(model: Model, name: str) -> Draft:
-    """`fm.draft(model, name)`, the same one each time: what is captured of it is kept with it."""
-    return _kept(model, ("draft", name), lambda: make_draft(model, name))
+def named_draft(model: Model, name: str | Path, params: Any) -> Draft:
+    """`fm.draft(model, name)`, the same one each time: what is captured of it is kept with it.
+
+    Parameters of its own come in the dtype of the model's, and where they are.
+    """
+    if name == "mtp":
+        return _kept(model, ("draft", name), lambda: make_draft(model, name))
+    directory, like = directory_of_draft(name), params.embed.weight
+    key = ("draft", str(directory), like.dtype, like.device)
+    return _kept(model, key, lambda: make_draft(model, name, like.dtype, like.device))
 
 
 class _Kept(dict[Any, Any]):

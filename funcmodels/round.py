@@ -24,7 +24,7 @@ from .batch import check_room
 from .model import Model
 from .rows import reserve
 from .sampling import DraftNoise, RowSampling, TokenCounts
-from .speculative import Carry, Draft, Verdict, verify
+from .speculative import Carry, Draft, Verdict, joined_params, model_params, outputs_for, places_ahead, verify
 from .state import Host, State, check_fresh, check_usable, commit, committed_host, grown_host, known
 
 
@@ -33,7 +33,8 @@ def _run_on_host(
     **rest: Any,
 ) -> HostSide:  # fmt: skip
     """What the host does where a captured round replays: pages for the windows of both states, and their lengths."""
-    (state, host), (drafted, drafted_host) = (_with_window(value, steps + 1) for value in (state, drafted))
+    state, host = _with_window(state, steps + 1)
+    drafted, drafted_host = _with_window(drafted, steps + 1, places_ahead(round.draft, steps))
 
     def completed(result: tuple[Verdict, State, State, Carry]) -> tuple[Verdict, State, State, Carry]:
         verdict, new, drafted, carry = result
@@ -41,16 +42,18 @@ def _run_on_host(
         new = replace(new, host=committed_host(host, accepted))
         return verdict, new, replace(drafted, host=committed_host(drafted_host, accepted)), carry
 
-    return HostSide({"state": state, "drafted": drafted}, completed)
+    both = joined_params(round.draft, params)
+    return HostSide({"params": both, "state": state, "drafted": drafted}, completed)
 
 
-def _with_window(state: State, width: int) -> tuple[State, Host]:
-    """The state with pages for `width` more tokens a row, and the host's part of it once they are in."""
+def _with_window(state: State, width: int, ahead: int = 0) -> tuple[State, Host]:
+    """The state with pages for `width` more tokens a row, or for what is written `ahead`; and its host's part then."""
     counts = (width,) * state.rows
+    most = [max(width, ahead)] * state.rows
     check_usable(state)
-    check_room(state, counts)
+    check_room(state, most)
     check_fresh(state)
-    state = reserve(state, counts)
+    state = reserve(state, most)
     return state, grown_host(state.host, counts, keep=True)
 
 
@@ -85,7 +88,8 @@ class Round:
         options: dict[str, Any] = {"noise": DraftNoise(sampling, requests)} if drawn else {}
         proposal, drafted = self.draft.propose(params, drafted, carry, steps, **options)
         window = proposal.batch(state)
-        out, pending = self.model.forward(params, state, window, keep_steps=True)
+        outputs = outputs_for(self.draft)
+        out, pending = self.model.forward(model_params(params), state, window, outputs=outputs, keep_steps=True)
         verdict = verify(out, proposal, sampling, requests, counts)
         accepted = torch.minimum(verdict.accepted, most.to(verdict.accepted))
         places = torch.arange(steps + 1, device=accepted.device)

@@ -24,7 +24,7 @@ from .prefixes import pages_held, plan
 from .programs import Keys, Programs, in_place, power_of_two, settled
 from .requests import Event, Request, Row
 from .rows import fork, fork_into, release, select
-from .speculative import Carry, Draft
+from .speculative import Carry, Draft, joined_params
 from .state import State
 
 NOBODY = Row(0, Request((0,), 1), fed=1, reason="length")
@@ -113,6 +113,8 @@ class Plain:
 
     def __post_init__(self) -> None:
         self.programs = self.setup.programs
+        draft = self.setup.draft
+        self.both = self.params if draft is None else joined_params(draft, self.params)
         self.waiting = deque(self.requests)
         self.table = [self._next() for _ in range(self.states[0].rows)]
         self.takers = Counter((row.source, row.start) for row in self.requests)
@@ -272,7 +274,7 @@ class Drafted(Plain):
             self.carry = Carry(batch.tokens.new_zeros(rows), out.hidden.new_zeros(rows, out.hidden.shape[1]))
         tokens = torch.tensor(following, dtype=torch.int64).to(batch.tokens.device)
         assert self.programs.extend is not None
-        drafted, self.carry = self.programs.extend(self.params, self.states[1], out, batch, tokens, self.carry)
+        drafted, self.carry = self.programs.extend(self.both, self.states[1], out, batch, tokens, self.carry)
         self.states[1] = settled(drafted, self.states[0].host.lengths)
         return offers
 
@@ -282,7 +284,7 @@ class Drafted(Plain):
         steps = self.setup.draft_steps
         most = torch.tensor([(steps + 1) * one for one in decoding]).to(keys.numbers.device)
         given = (keys.sampling, keys.numbers, most, self.counts)
-        verdict, *new, self.carry = self.programs.round(self.params, *self.states, self.carry, *given, steps=steps)
+        verdict, *new, self.carry = self.programs.round(self.both, *self.states, self.carry, *given, steps=steps)
         read = torch.cat((verdict.tokens, verdict.accepted[:, None]), 1).tolist()
         offers = [row[: row[-1]] for row in read]
         _check_finite(self.table, offers)

@@ -235,7 +235,11 @@ def _parts(label: str, value: Any, hint: Any) -> Iterator[tuple[str, Any, Any]]:
         for index, (part, inner) in enumerate(zip(value, get_args(hint), strict=False)):
             yield from _parts(f"{label}[{index}]", part, inner)
     elif arrays and (value is not None or type(None) not in get_args(hint)):
-        yield label, value, arrays[0]
+        yield label, value, next((array for array in arrays if _has_axes(value, array)), arrays[0])
+
+
+def _has_axes(value: Any, hint: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == len(hint.dim_str.split())
 
 
 def _misfit(value: Any, hint: Any, bound: dict[str, tuple[Any, str]], label: str) -> str | None:

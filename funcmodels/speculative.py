@@ -33,7 +33,10 @@ from .state import State
 
 @tree
 class Carry:
-    """What a draft goes on from: each row's newest token, not yet run by the model, and the head's state before it."""
+    """What a draft goes on from: each row's newest token, not yet run by the model, and a hidden state before it.
+
+    That is a head's own; a block draft, which does not read it, keeps the model's there.
+    """
 
     token: Int[Tensor, " rows"]
     hidden: Float[Tensor, "rows hidden"]
@@ -209,9 +212,23 @@ def next_tokens(batch: Batch, last: Int[Tensor, " rows"]) -> Int[Tensor, " token
     return torch.cat((following, following[:1])).index_copy(0, at, last.to(following))[:-1]
 
 
+@tree
+class DraftedParams:
+    """Parameters of a model, and of a draft that has its own: what captured functions are given as `params`."""
+
+    model: Any
+    draft: Any
+
+
 @runtime_checkable
 class Draft(Protocol):
-    """What proposes tokens. `MtpDraft` says what each function does."""
+    """What proposes tokens. `MtpDraft` says what each function does.
+
+    A draft may also have `outputs`, names of values that `extend` needs of the model's forward; `most_steps`, the most
+    tokens that it proposes; `ahead(steps)`, how many places past a row's length it then writes to (steps - 1 where it
+    does not say); and `joined(params)`, the `DraftedParams` of one that has parameters of its own. The functions below
+    read these of any draft.
+    """
 
     def init_state(self, state: State) -> State:
         """An empty state of the draft for the rows of `state`."""
@@ -228,3 +245,25 @@ class Draft(Protocol):
     ) -> tuple[Proposal, State]:
         """`steps` tokens after each row's newest: the likeliest, or drawn with `noise`."""
         ...
+
+
+def outputs_for(draft: Draft) -> tuple[str, ...]:
+    """The values of the model's forward that `draft.extend` needs."""
+    return getattr(draft, "outputs", ())
+
+
+def joined_params(draft: Draft, params: Any) -> Any:
+    """What functions of the draft are captured with as `params`: all tensors that they read."""
+    join = getattr(draft, "joined", None)
+    return params if join is None else join(params)
+
+
+def model_params(params: Any) -> Any:
+    """The model's part of `joined_params`."""
+    return params.model if isinstance(params, DraftedParams) else params
+
+
+def places_ahead(draft: Draft, steps: int) -> int:
+    """How many places past a row's length the draft writes to when it proposes."""
+    ahead = getattr(draft, "ahead", None)
+    return max(steps - 1, 0) if ahead is None else ahead(steps)

@@ -171,19 +171,21 @@ def empty(
     )  # fmt: skip
 
 
-def like(state: State, entries: Callable[..., tuple[Entry, ...]]) -> State:
-    """An empty state of the same rows, room and kind of pool, with the entries of another model.
+def like(state: State, entries: Callable[..., tuple[Entry, ...]], room: int = 0) -> State:
+    """An empty state of the same rows and kind of pool, with the entries of another model and `room` for more tokens.
 
     `entries(rows, pages, page_size, dtype, recurrent_dtype, device)` makes them, in the dtypes of the first appended
     and recurrent tensors of `state` (the former's where it has no recurrent ones).
     """
     host = state.host
-    pool = PagePool(host.leases[0].pool.pages, host.leases[0].pool.owned)
+    max_len = state.max_len + room
+    more = -(-max_len // state.page_size) - state.page_table.shape[1]
+    pool = PagePool(host.leases[0].pool.pages + more * state.rows, host.leases[0].pool.owned)
     dtype = _dtype(state, Appended) or torch.get_default_dtype()
     device = state.lengths.device
     layers = entries(state.rows, pool.pages, state.page_size, dtype, _dtype(state, Recurrent) or dtype, device)
     return empty(
-        layers, rows=state.rows, max_len=state.max_len, page_size=state.page_size, pool=pool, vocab=state.vocab,
+        layers, rows=state.rows, max_len=max_len, page_size=state.page_size, pool=pool, vocab=state.vocab,
         device=device, checked=state.log is not None,
     )  # fmt: skip
 

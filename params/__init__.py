@@ -17,6 +17,7 @@ from params.init import init
 from params.inspection import Inspection, inspect
 from params.mapped import MappedRows
 from params.quant.recipes import dequantize, quantize
+from params.quant.schemes import quantized_spec
 from params.quant.single import load_projection
 from params.saving import save
 from params.sharded import shard, sharded
@@ -62,6 +63,7 @@ __all__ = [
     "off_tree",
     "put",
     "quantize",
+    "quantized_spec",
     "read_config",
     "resolve",
     "save",

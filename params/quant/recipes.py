@@ -52,7 +52,8 @@ def quantize(
     which the first that fits counts. What fits `keep`, or no pattern, stays as it is. "W8A8" needs `input_ranges`: to
     the path of each of its leaves the smallest and largest input that the projection meets. A bias of such a
     projection moves into its weight's correction, and is zeros in the tree. `ValueError` for an unknown scheme, a
-    pattern that fits nothing, and all shapes and ranges that do not do, before anything is computed.
+    pattern that fits nothing, and all shapes and ranges that do not do, before anything is computed. A tree of meta
+    tensors gives one of these.
     """
     words = _words(tree, {"**": scheme} if isinstance(scheme, str) else scheme, keep)
     ranges = input_ranges or {}
@@ -156,7 +157,7 @@ def _static(weight: Tensor, bias: Tensor | None, path: str, limits: tuple[float,
     correction = -offset.double() * values.sum(-1)
     if bias is not None:
         correction = correction + bias.detach().double() / deq_scale.double()
-    if correction.abs().max() >= 2**31:
+    if not correction.is_meta and correction.abs().max() >= 2**31:
         raise ValueError(f"quantize: {path}: a bias over its row's scale does not fit 32 bits; keep this projection")
     return StaticInt8Weight(values, deq_scale, correction.round().to(torch.int32), input_scale, offset)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float32, Int8, UInt8
 from torch import Tensor
 
-from params.quant.values import MX_BLOCK
+from params.quant.values import MX_BLOCK, times_blocks
 
 Rounding = Literal["half_even", "half_away"]
 """Where a number halfway between two goes: to the even one (activations on Ascend), away from zero (ModelSlim)."""
@@ -96,7 +96,7 @@ def mxfp8(
     """
     scale = mx_scales(x)
     reciprocal = _power(254 - scale.int().clamp(max=253))
-    scaled = x.float() * reciprocal.repeat_interleave(MX_BLOCK, -1)[..., : x.shape[-1]]
+    scaled = times_blocks(x.float(), reciprocal, MX_BLOCK)
     if rounding == "half_away":
         scaled = _half_away(scaled)
     # Out of range, a cast saturates or gives NaN, depending on Torch's version.
@@ -123,9 +123,11 @@ def _power(bits: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """Magnitudes [... 1] in float32."""
-    return x.abs().amax(-1, keepdim=True).float()
+    """Magnitudes [... 1] in float32, which a CPU compares faster than bfloat16."""
+    return x.float().abs().amax(-1, keepdim=True)
 
 
 def _rounded(x: Tensor, low: int, high: int) -> Tensor:
-    return x.round().nan_to_num(nan=0.0).clamp(low, high).to(torch.int8)
+    """`x` as int8; its own memory is worked in."""
+    # The other two have no rule for vmap in place.
+    return x.round_().nan_to_num(nan=0.0).clamp(low, high).to(torch.int8)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from params.files import StoredTensor, listed
-from params.matching import Problem, by_rule_name, closest
+from params.matching import Problem, by_rule_name, closest, refuse
 from params.names.rules import Ignore, Layout, Names, Part
 from params.quant.description import FILE, FLOAT, Description, read_description
 from params.quant.stored import (
@@ -98,6 +98,13 @@ def described(directory: Path, spec: Any, names: Names, tensors: Mapping[str, St
     new_spec, new_names = quantized(spec, names, groups)
     shown = {own[name]: word for found in words.values() for name, word in found.items() if name in own}
     return Quantized(new_spec, new_names, tuple(problems), shown, _draft_sentence(draft))
+
+
+def quantized_spec(directory: Path, spec: Any, names: Names, tensors: Mapping[str, StoredTensor]) -> Any:
+    """The spec of what `load` gives of a checkpoint. `CheckpointError` for a description that does not fit."""
+    found = described(directory, spec, names, tensors)
+    refuse(f"{directory}: {FILE} and the tensors do not fit", found.problems)
+    return found.spec
 
 
 @dataclass(frozen=True)
@@ -197,7 +204,7 @@ def _value(word: str, leaf: TensorSpec, shape: tuple[int, ...], traits: tuple[An
 
     def groups(count: int) -> TensorSpec:
         # Any other count is a shape that the checkpoint got wrong, and matching will say so.
-        return rows(count if inputs % count == 0 else 1, torch.float32)
+        return rows(count if count and inputs % count == 0 else 1, torch.float32)
 
     if word == FLOAT:
         return TensorSpec(shape, leaf.init, leaf.dtype)

@@ -228,17 +228,12 @@ def is_quantized(node: Any) -> bool:
 
 def shifted(members: Layout) -> Layout:
     """Neighbours in a leaf as if the leaf began with the first of them."""
-    start = members[0].region[0].start if _is_rows(members[0]) else 0
-    return tuple(
-        member._replace(region=(slice(member.region[0].start - start, member.region[0].stop - start),))
-        if _is_rows(member)
-        else member
-        for member in members
-    )
-
-
-def _is_rows(member: Part) -> bool:
-    return len(member.region) == 1
+    found, start = [], 0
+    for member in members:
+        rows = slice(start, start + member.shape[0])
+        found.append(member._replace(region=(rows,)) if len(member.region) == 1 else member)
+        start = rows.stop
+    return tuple(found)
 
 
 def _leaves(path: str, group: Group) -> dict[str, tuple[Layout, Stored]]:

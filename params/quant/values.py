@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Float32, Int, Int8, Int32, UInt8
 from torch import Tensor
 
@@ -51,7 +52,8 @@ class Int8Weight(QuantizedWeight):
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """values * scale."""
-        return (self.values.float() * _over_groups(self.scale, self.shape[-1])).to(dtype)
+        size = self.shape[-1] // self.scale.shape[-1]
+        return times_blocks(self.values.float(), self.scale, size).to(dtype)
 
 
 @tree
@@ -123,7 +125,7 @@ class Int4Weight(QuantizedWeight):
         """values * second_scale * scale."""
         values = self.values().float() * self.scale
         if self.second_scale is not None:
-            values = values * _over_groups(self.second_scale, self.shape[-1])
+            values = times_blocks(values, self.second_scale, self.shape[-1] // self.second_scale.shape[-1])
         return values.to(dtype)
 
 
@@ -131,8 +133,8 @@ class Int4Weight(QuantizedWeight):
 class MXFP8Weight(QuantizedWeight):
     """W8A8_MXFP8: float8 e4m3 with a power of two for every 32 inputs, the last block perhaps of fewer.
 
-    A byte b of `scale` stands for 2^(b - 127), 255 for NaN. `padding` counts inputs at the left and right that are
-    zeros here and that x does not have: where a slice of a longer row begins or ends inside a block.
+    A byte b of `scale` stands for 2^(b - 127), 255 for NaN. `padding` counts inputs at the left and right that x does
+    not have and that count for nothing: where a slice of a longer row begins or ends inside a block.
     """
 
     scheme = "W8A8_MXFP8"
@@ -192,10 +194,15 @@ def mx_values(
     values: Float[Tensor, "*lead inputs"], scale: UInt8[Tensor, "*lead blocks"]
 ) -> Float32[Tensor, "*lead inputs"]:
     """The numbers that float8 values and the bytes of their blocks' powers of two stand for, exactly."""
-    powers = scale.view(torch.float8_e8m0fnu).float().repeat_interleave(MX_BLOCK, -1)
-    return values.float() * powers[..., : values.shape[-1]]
+    # Float32's exponent bits, but for 0, which is 2^-127, and 255, NaN: Inductor has no float8 of powers.
+    special = ((scale == 0) | (scale == 255)).int()
+    return times_blocks(values.float(), ((scale.int() << 23) | (special << 22)).view(torch.float32), MX_BLOCK)
 
 
-def _over_groups(scale: Tensor, inputs: int) -> Tensor:
-    """Scales [... groups] by input [... inputs]; those of one group broadcast."""
-    return scale if scale.shape[-1] == 1 else scale.repeat_interleave(inputs // scale.shape[-1], -1)
+def times_blocks(
+    x: Float[Tensor, "*lead inputs"], factors: Float[Tensor, "*lead blocks"], size: int
+) -> Float[Tensor, "*lead inputs"]:
+    """Every `size` inputs, the last perhaps fewer, times a factor of their own."""
+    # Torch 2.13's Inductor reads wrong factors in a part of a block when they are repeated to the length of x.
+    blocks = F.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
+    return (blocks * factors[..., None]).flatten(-2)[..., : x.shape[-1]]
