@@ -7,12 +7,23 @@ all; benches run those marked `bench`, which have a model's real widths.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from params.quant.rounding import int4_correction, int4_weight, int8_range, int8_weight, mxfp8, pack_int4
+from params.quant.values import (
+    Int4Weight,
+    Int8Weight,
+    MXFP8Weight,
+    QuantizedWeight,
+    SplitWeight,
+    StaticInt8Weight,
+)
 
 from .host import HostLengths
 from .layouts import LAYOUTS
@@ -46,13 +57,17 @@ class Draw:
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an op. `length` is that of its longest sum, for the tolerance."""
+    """One call of an op. `length` is that of its longest sum, for the tolerance.
+
+    `quantized`: x is quantised as the weight is, so that nothing has a derivative.
+    """
 
     op: str
     name: str
     make: Callable[[Draw], Arguments]
     length: int = 1
     bench: bool = False
+    quantized: bool = False
 
     def __str__(self) -> str:
         return f"{self.op}[{self.name}]"
@@ -100,6 +115,8 @@ VERIFY = Rows("verify", (4, 4, 4), (5, 2, 0))
 PROMPT = Rows("prompt_512", (512,), (0,))
 DECODE_8 = Rows("decode_8", (1,) * 8, (400,) * 8)
 DECODE_1 = Rows("decode_1", (1,), (400,))
+BLOCK = Rows("block", (7, 7, 7), (5, 0, 140))
+BLOCK_512 = Rows("block_512", (7,) * 8, (512,) * 8)
 DECODE_4K = Rows("decode_4k", (1,), (4096,))
 LONG = Rows("long_decode", (1, 1, 1), (300, 17, 129))
 
@@ -164,14 +181,123 @@ def _projections() -> list[Case]:
     return made
 
 
-def _experts(tokens: int, hidden: int, experts: int, inner: int, choices: int) -> Callable[[Draw], Arguments]:
+def _experts(
+    tokens: int, hidden: int, experts: int, inner: int, choices: int, scheme: str | None = None
+) -> Callable[[Draw], Arguments]:
     def make(draw: Draw) -> Arguments:
         weights = draw.uniform(0.1, 1.0, tokens, choices).to(draw.dtype)
-        gate_up = draw.normal(experts, 2 * inner, hidden) / hidden**0.5
-        down = draw.normal(experts, hidden, inner) / inner**0.5
-        return (draw.normal(tokens, hidden), weights, draw.distinct(experts, tokens, choices), gate_up, down), {}
+        both: list[Any] = [
+            draw.normal(experts, 2 * inner, hidden) / hidden**0.5,
+            draw.normal(experts, hidden, inner) / inner**0.5,
+        ]
+        if scheme is not None:
+            both = [_QUANTIZED[scheme](weight.float()) for weight in both]
+        return (draw.normal(tokens, hidden), weights, draw.distinct(experts, tokens, choices), *both), {}
 
     return make
+
+
+def _static(weight: Tensor) -> StaticInt8Weight:
+    """For activations from -3 to 4, with a bias, which makes the correction."""
+    (values, scale), (input_scale, input_offset) = int8_weight(weight), int8_range(-3.0, 4.0)
+    deq_scale, bias = input_scale * scale[:, 0], torch.linspace(-1.0, 2.0, len(weight))
+    correction = (bias / deq_scale - input_offset * values.sum(-1)).round().int()
+    return StaticInt8Weight(values, deq_scale, correction, input_scale, input_offset)
+
+
+def _static_by_bits(weight: Tensor) -> StaticInt8Weight:
+    """The scale's bits in the low half of an int64."""
+    made = _static(weight)
+    return replace(made, deq_scale=made.deq_scale.view(torch.int32).long() & 0xFFFFFFFF)
+
+
+def _int4(weight: Tensor) -> Int4Weight:
+    values, scale = int4_weight(weight)
+    return Int4Weight(pack_int4(values), scale, int4_correction(values, scale, 1))
+
+
+def _in_groups(weight: Tensor) -> Tensor:
+    """[outputs 4 inputs/4]: the last axis has a scale of its own."""
+    return weight.unflatten(-1, (4, -1))
+
+
+def _int8_groups(weight: Tensor) -> Int8Weight:
+    values, scale = int8_weight(_in_groups(weight))
+    return Int8Weight(values.flatten(-2), scale[..., 0])
+
+
+def _int4_groups(weight: Tensor) -> Int4Weight:
+    values, scale = int4_weight(_in_groups(weight))
+    values, largest = values.flatten(-2), scale.amax(-2)
+    second = scale[..., 0] / largest
+    return Int4Weight(pack_int4(values), largest, 8 * weight.sum(-1, keepdim=True), second)
+
+
+_QUANTIZED: dict[str, Callable[[Tensor], QuantizedWeight]] = {
+    "w8a8": _static,
+    "w8a8_by_bits": _static_by_bits,
+    "w8a8_dynamic": lambda weight: Int8Weight(*int8_weight(weight)),
+    "w8a8_dynamic_groups": _int8_groups,
+    "w4a8_dynamic": _int4,
+    "w4a8_dynamic_groups": _int4_groups,
+    "w8a8_mxfp8": lambda weight: MXFP8Weight(*mxfp8(weight, "half_away")),
+    "w8a8_mxfp8_slice": lambda weight: MXFP8Weight(*mxfp8(F.pad(weight, (20, 8)), "half_away"), padding=(20, 8)),
+    "split": lambda weight: SplitWeight((Int8Weight(*int8_weight(weight[:-6])), weight[-6:])),
+}
+"""Ways to quantise a float32 weight, by the scheme's word and what is particular about it."""
+
+
+def _with_quantized(make: Callable[[Draw], Arguments], at: int, scheme: str) -> Callable[[Draw], Arguments]:
+    """The same arguments with the one at `at` quantised."""
+
+    def changed(draw: Draw) -> Arguments:
+        args, kwargs = make(draw)
+        return (*args[:at], _QUANTIZED[scheme](args[at].float()), *args[at + 1 :]), kwargs
+
+    return changed
+
+
+_REQUANTIZED = 64
+"""What lies between two quantised products is rounded to steps far above those of its dtype, so a last bit may come to
+such a step: the bound is that of sums so many times longer."""
+
+
+def _quantized() -> list[Case]:
+    def linear(scheme: str, lead: tuple[int, ...], inputs: int, outputs: int) -> Callable[[Draw], Arguments]:
+        def make(draw: Draw) -> Arguments:
+            x, weight = draw.normal(*lead, inputs), draw.normal(outputs, inputs).float()
+            made = _QUANTIZED[scheme](weight)
+            if isinstance(made, SplitWeight):
+                made = SplitWeight((made.parts[0], made.parts[1].to(draw.dtype)))
+            return (x, made), {}
+
+        return make
+
+    made = []
+    shapes = {
+        "decode": ((3,), 1024, 640), "lead": ((7, 2), 96, 20), "narrow": ((5,), 160, 8), "empty": ((0,), 64, 32),
+        "decode_8": ((8,), 1024, 7168), "prompt_512": ((512,), 1024, 7168),
+    }  # fmt: skip
+    for scheme in ("w8a8", "w8a8_dynamic", "w4a8_dynamic", "w8a8_mxfp8"):
+        for name, shape in shapes.items():
+            bench = name in ("decode_8", "prompt_512")
+            if bench and scheme != "w8a8_dynamic":
+                continue
+            made.append(Case("linear", f"{scheme}_{name}", linear(scheme, *shape), shape[1], bench=bench))
+        if scheme != "w8a8":
+            for name, sizes in {
+                "tiny": (6, 64, 8, 32, 2),
+                "wide": (5, 128, 4, 64, 2),
+                "awkward": (5, 48, 3, 24, 1),
+                "empty": (0, 64, 5, 32, 2),
+            }.items():
+                made.append(Case("experts", f"{scheme}_{name}", _experts(*sizes, scheme), _REQUANTIZED * sizes[1]))
+    wide = _experts(512, 256, 16, 64, 2, "w8a8_dynamic")
+    made.append(Case("experts", "w8a8_dynamic_prompt_512", wide, _REQUANTIZED * 256, bench=True))
+    for scheme in ("w8a8_by_bits", "w8a8_dynamic_groups", "w4a8_dynamic_groups", "split"):
+        made.append(Case("linear", scheme, linear(scheme, (4,), 128, 22), 128))
+    made.append(Case("linear", "w8a8_mxfp8_slice", linear("w8a8_mxfp8_slice", (4,), 100, 22), 100))
+    return [replace(case, quantized=True) for case in made]
 
 
 def _mixtures() -> list[Case]:
@@ -186,14 +312,27 @@ def _mixtures() -> list[Case]:
         return route(*sizes, groups=groups, kept_groups=kept, scale=scale)
 
     def sigmoid(
-        tokens: int, experts: int, top_k: int, *, groups: int = 1, kept: int = 1, scale: float = 1.0, renorm: bool = True
+        tokens: int,
+        experts: int,
+        top_k: int,
+        *,
+        groups: int = 1,
+        kept: int = 1,
+        scale: float = 1.0,
+        renorm: bool = True,
     ) -> Callable[[Draw], Arguments]:
-        # Distinct logits, whose order the bias turns around.
+        # Sums of score and bias are steps apart: the bias orders blocks of experts, or groups, the scores those inside.
+        # The first expert of a group is lifted, so that the group with the best one is not that with the two best.
         def make(draw: Draw) -> Arguments:
-            places = (draw.distinct(experts, tokens, experts) - experts // 2) / 8
-            bias = draw.uniform(-1.0, 1.0, experts)
+            block = experts // groups if groups > 1 else 4
+            step, blocks = 0.4 / (block - 1), experts // block
+            order = draw.distinct(blocks, 1, blocks).T
+            places, *inside = (1 + draw.distinct(block - 1, blocks, block - 1) for _ in range(1 + tokens))
+            bias = block * order + torch.nn.functional.pad(places, (1, 0)).float()
+            bias[:, :1] += 1.37 * block * (blocks - order) * (groups > 1)
+            scores = 0.5 + step * torch.nn.functional.pad(torch.stack(inside) - places, (1, 0)).flatten(1)
             sizes = {"top_k": top_k, "groups": groups, "kept_groups": kept, "scale": scale, "renormalise": renorm}
-            return (places.to(draw.dtype), bias.to(draw.dtype)), sizes
+            return (scores.logit().to(draw.dtype), (step * bias).flatten().to(draw.dtype)), sizes
 
         return make
 
@@ -204,7 +343,7 @@ def _mixtures() -> list[Case]:
         Case("route_grouped", "lite", grouped(5, 64, 6), 64),
         Case("route_grouped", "v2", grouped(7, 160, 6, groups=8, kept=3, scale=16.0), 160),
         Case("route_grouped", "narrow", grouped(3, 6, 2, groups=3, kept=1, scale=0.5), 6),
-        Case("route_sigmoid", "kimi", sigmoid(5, 64, 8, scale=2.446), 64),
+        Case("route_sigmoid", "no_groups", sigmoid(5, 64, 8, scale=2.446), 64),
         Case("route_sigmoid", "groups", sigmoid(7, 40, 6, groups=8, kept=3, scale=2.5), 40),
         Case("route_sigmoid", "narrow", sigmoid(3, 6, 2, groups=3, kept=2), 6),
         Case("route_sigmoid", "as_they_are", sigmoid(4, 9, 3, groups=3, kept=1, renorm=False), 9),
@@ -401,6 +540,8 @@ def _attentions() -> list[Case]:
             Case("paged_attention", rows.name, paged(rows, 8, 2, 256, 256, 128, shuffled=False), 512, bench=True)
         )
 
+    made += _blocks()
+
     def write(draw: Draw) -> Arguments:
         pools = (draw.normal(4, 3, 2, 8), draw.normal(4, 3, 2, 5))
         return (*pools, draw.normal(6, 2, 8), draw.normal(6, 2, 5), draw.distinct(12, 1, 6)[0]), {}
@@ -420,6 +561,9 @@ def _latent_attentions() -> list[Case]:
         for rows in (ROWS[1], ROWS[3], ROWS[4], VERIFY):
             wide = latent_rows(rows, heads, 128, 64, 128, 512, page_size, layout=layout)
             made.append(Case("mla_prefix_attention", f"{rows.name}_wide_{layout}_{page_size}", wide, 512))
+    for rows, scheme in ((ROWS[3], "w8a8_dynamic"), (VERIFY, "w8a8_mxfp8")):
+        wide = _with_quantized(latent_rows(rows, 2, 128, 64, 128, 512, 128), 6, scheme)
+        made.append(Case("mla_prefix_attention", f"{rows.name}_{scheme}", wide, 512))
     for rows in (PROMPT, DECODE_1, DECODE_8):
         wide = latent_rows(rows, 16, 128, 64, 128, 512, 128)
         made.append(Case("mla_prefix_attention", rows.name, wide, 512, bench=True))
@@ -460,6 +604,30 @@ def _normed(
         return (latent_pages, rope_pages, kv, draw.normal(latent_dim), *turned, slots), {"eps": eps}
 
     return make
+
+
+def _block(rows: Rows, *sizes: int, **window: int) -> Callable[[Draw], Arguments]:
+    """Arguments of `block_attention`, from those of `paged_attention` for rows of one count."""
+
+    def make(draw: Draw) -> Arguments:
+        (q, k_pages, v_pages, table, lengths, _, host), hints = paged(rows, *sizes, shuffled=True, **window)(draw)
+        kept = {name: hints[name] for name in ("scale", *window)}
+        return (q, k_pages, v_pages, table, lengths, host), kept | {"block": rows.counts[0]}
+
+    return make
+
+
+def _blocks() -> list[Case]:
+    """Blocks of a draft: of one token and of several, behind nothing, less than a page and more."""
+    made = []
+    for rows in (ROWS[1], VERIFY, BLOCK):
+        made.append(Case("block_attention", f"{rows.name}_4_2_16", _block(rows, 4, 2, 16, 12, 5), 130))
+        made.append(Case("block_attention", f"{rows.name}_window_3", _block(rows, 3, 1, 8, 8, 4, window=3), 130))
+        for dim in (128, 256):
+            made.append(Case("block_attention", f"{rows.name}_{dim}", _block(rows, 4, 2, dim, dim, 128), 256))
+            bound = _block(rows, 4, 1, dim, dim, 128, window=4)
+            made.append(Case("block_attention", f"{rows.name}_window_4_{dim}", bound, 256))
+    return [*made, Case("block_attention", BLOCK_512.name, _block(BLOCK_512, 8, 2, 128, 128, 128), 512, bench=True)]
 
 
 def _windows() -> list[Case]:
@@ -541,8 +709,8 @@ def _linear_attention() -> list[Case]:
             made.append(Case("gated_delta_rule", name, delta(rows, 2, 6, 8, 12, state=window, keep_steps=keep), 130))
             wide = delta(rows, 2, 4, 128, 128, state=window, keep_steps=keep, recurrent=torch.bfloat16)
             made.append(Case("gated_delta_rule", f"{rows.name}_2_4_128_bf16{tail}", wide, 260))
-            kimi = delta(rows, 3, 3, 8, 12, state=window, keep_steps=keep, channels=True)
-            made.append(Case("gated_delta_rule", f"{rows.name}_3_8_12_channels{tail}", kimi, 130))
+            by_channel = delta(rows, 3, 3, 8, 12, state=window, keep_steps=keep, channels=True)
+            made.append(Case("gated_delta_rule", f"{rows.name}_3_8_12_channels{tail}", by_channel, 130))
             apart = _short_conv(rows, 6, 3, window=window, keep_steps=keep, dilation=2)
             made.append(Case("short_conv", f"{rows.name}_6x3_apart{tail}", apart, 3))
         for channels, width in ((16, 2), (128, 3)):
@@ -554,8 +722,8 @@ def _linear_attention() -> list[Case]:
         )
         wide = delta(rows, 16, 16, 128, 128, state=True, keep_steps=False)
         made.append(Case("gated_delta_rule", rows.name, wide, 512, bench=True))
-        kimi = delta(rows, 16, 16, 128, 128, state=True, keep_steps=False, channels=True)
-        made.append(Case("gated_delta_rule", f"{rows.name}_channels", kimi, 512, bench=True))
+        by_channel = delta(rows, 16, 16, 128, 128, state=True, keep_steps=False, channels=True)
+        made.append(Case("gated_delta_rule", f"{rows.name}_channels", by_channel, 512, bench=True))
     made.append(Case("gated_delta_rule", "decode_8_faded", faded(DECODE_8, 16, 128), 512, bench=True))
     made.append(Case("l2_norm", "heads", lambda draw: ((draw.normal(5, 16, 128),), {"scale": 128**-0.5}), 128))
     made.append(Case("l2_norm", "awkward", lambda draw: ((draw.normal(3, 7),), {}), 7))
@@ -565,7 +733,7 @@ def _linear_attention() -> list[Case]:
     def gates(draw: Draw) -> Arguments:
         return (draw.normal(5, 6), draw.normal(5, 6), draw.uniform(-1.0, 3.0, 6), draw.uniform(-5.0, 1.0, 6)), {}
 
-    def kimi_gates(draw: Draw, **bound: float) -> Arguments:
+    def channel_gates(draw: Draw, **bound: float) -> Arguments:
         args = draw.normal(5, 6, 8), draw.normal(5, 6), draw.uniform(-1.0, 3.0, 6), draw.uniform(-5.0, 1.0, 6, 8)
         return args, bound
 
@@ -577,8 +745,8 @@ def _linear_attention() -> list[Case]:
     return [
         *made,
         Case("delta_gates", "heads", gates),
-        Case("kimi_gates", "channels", kimi_gates),
-        Case("kimi_gates", "channels_from_-5_on", lambda draw: kimi_gates(draw, lower_bound=-5.0)),
+        Case("channel_gates", "channels", channel_gates),
+        Case("channel_gates", "channels_from_-5_on", lambda draw: channel_gates(draw, lower_bound=-5.0)),
         Case("replay_delta", "accepted_0_4_2", replay, 4),
         Case("replay_delta", "accepted_0_4_2_channels", lambda draw: replay(draw, 8), 4),
     ]
@@ -603,7 +771,13 @@ def _inject(tokens: int, streams: int, hidden: int) -> Callable[[Draw], Argument
 
 def _streams() -> list[Case]:
     made = []
-    for name, shape, rank in (("tiny", (5, 3, 8), 6), ("awkward", (1, 2, 33), 1), ("decode_8", (8, 4, 2560), 320)):
+    sizes = (
+        ("tiny", (5, 3, 8), 6),
+        ("awkward", (1, 2, 33), 1),
+        ("four", (7, 4, 24), 5),
+        ("decode_8", (8, 4, 2560), 320),
+    )
+    for name, shape, rank in sizes:
         marks: dict[str, Any] = {"length": shape[1] * shape[2], "bench": name == "decode_8"}
         made.append(Case("hyper_mix", name, _mix(*shape, rank, writes=True), **marks))
         made.append(Case("hyper_mix", f"{name}_reads", _mix(*shape, rank, writes=False), **marks))
@@ -750,6 +924,7 @@ CASES: tuple[Case, ...] = tuple(
             *_norms(),
             *_projections(),
             *_mixtures(),
+            *_quantized(),
             *_filters(),
             *_rotaries(),
             *_attentions(),

@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from params import tree
+from params.quant.values import QuantizedWeight, SplitWeight
 
 from . import registry
 from . import target as targets
@@ -130,17 +131,20 @@ def _case_outcomes(case: Case, dtype: torch.dtype, device: torch.device, target:
     for kernel in op.serving(target):
         blank = Outcome(op.name, kernel.name, case.name, str(dtype).removeprefix("torch."))
         args, kwargs = tree.map(lambda x: x.to(device) if isinstance(x, Tensor) else x, case.arguments(dtype))
-        args = _prepared(op, kernel, args)
+        args = prepared(op, kernel, args)
         yield _outcome(kernel, target, args, kwargs, expected, blank)
 
 
-def _prepared(op: Op, kernel: Kernel, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with the weight in the kernel's own layout, where it makes one."""
-    if kernel.prepare is None or "weight" not in op.signature.parameters:
-        return args
-    at = list(op.signature.parameters).index("weight")
-    made = kernel.prepare(args[at])
-    return args if made is None else (*args[:at], made, *args[at + 1 :])
+def prepared(op: Op, kernel: Kernel, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with weights in the kernel's own layout, where it makes one."""
+
+    def laid_out(name: str, weight: Any) -> Any:
+        if not (isinstance(weight, QuantizedWeight) or name == "weight") or not kernel.reads(weight):
+            return weight
+        made = None if kernel.prepare is None else kernel.prepare(weight)
+        return weight if made is None else made
+
+    return tuple(laid_out(name, x) for name, x in zip(op.signature.parameters, args, strict=False))
 
 
 def _outcome(kernel: Kernel, target: Target, args: Any, kwargs: Any, expected: Expected, blank: Outcome) -> Outcome:
@@ -202,13 +206,21 @@ class Expected:
 
 
 def reference(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None = None) -> Any:
-    """The result of the op's body on the CPU, with floating-point arguments in `dtype` or as they are."""
+    """The result of the op's body on the CPU, with floating-point arguments in `dtype` or as they are.
+
+    Quantised weights stay as they are.
+    """
+
+    def quantized(x: Any) -> bool:
+        return isinstance(x, QuantizedWeight) and not isinstance(x, SplitWeight)
 
     def moved(x: Any) -> Any:
+        if quantized(x):
+            return tree.to(x, "cpu")
         return x.detach().to("cpu", dtype if x.is_floating_point() else None, copy=True) if isinstance(x, Tensor) else x
 
     args = tuple(plain(x) if isinstance(x, PreparedWeight) else x for x in args)
-    args, kwargs = tree.map(moved, (args, kwargs))
+    args, kwargs = tree.map(moved, (args, kwargs), is_leaf=quantized)
     with use(target="cpu"):
         return settled(op, args, kwargs, op.body(*args, **kwargs))
 

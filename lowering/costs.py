@@ -78,9 +78,22 @@ def _product(a: Arguments, out: Any) -> int:
     return 2 * batch * heads * queries * keys * (dim + v_dim)
 
 
+def _projected(a: Arguments, out: Any) -> int:
+    """Rows [... inputs] times a weight, by any of the names that operators have for rows."""
+    rows = next(a[name] for name in ("x", "rows", "self") if name in a)
+    return 2 * out.numel() * rows.shape[-1]
+
+
+_PRODUCTS = (
+    "aten::_int_mm", "funcmodels::int8_product", "funcmodels::packed_int8_product", "funcmodels::packed_linear",
+)  # fmt: skip
 _CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 ATEN = Formulas(
-    flops={_CPU_ATTENTION: _product, "aten::_scaled_dot_product_fused_attention_overrideable": _product},
+    flops={
+        _CPU_ATTENTION: _product,
+        "aten::_scaled_dot_product_fused_attention_overrideable": _product,
+        **dict.fromkeys(_PRODUCTS, _projected),
+    },
     bytes={
         **dict.fromkeys(("aten::embedding", "aten::index", "aten::index_select", "aten::gather"), _looked_up),
         **dict.fromkeys(("aten::index_put_", "aten::index_copy_", "aten::index_add_", "aten::scatter_"), _written),

@@ -15,6 +15,7 @@ from params import tree
 
 from .costs import ATEN, Cost, Formulas, cost, has_flops
 from .host import HostLengths
+from .policy import MODE
 
 if TYPE_CHECKING:
     from .op import Choice, Kernel, Op
@@ -124,12 +125,14 @@ class DryRun:
     """Takes every op call of a run without values, and counts it.
 
     A result depends on the signature and on the row lengths alone, and a model's layers repeat a few of those, so a
-    kernel runs once for each. `outside` are the operators that a program calls itself, between its ops.
+    kernel runs once for each. `outside` are the operators that a program calls itself, between its ops. Ops that a
+    kernel calls count with each of its calls; `inside` collects those of the call that is being run.
     """
 
     recorder: Recorder = field(default_factory=Recorder)
     calls: dict[Any, Call] = field(default_factory=dict)
     outside: list[Operator] = field(default_factory=list)
+    inside: list[tuple[Choice, Any, Call, Any]] = field(default_factory=list)
 
     def program(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Run the whole program; what it calls between its ops is written into `outside`."""
@@ -142,16 +145,30 @@ class DryRun:
     def __call__(self, op: Op, choice: Choice, key: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
         """The result of an op call: tensors without values."""
         sink, self.recorder.sink = self.recorder.sink, None
+        outer, self.inside = self.inside, []
         try:
             key = (*key, *(x for x in (*args, *kwargs.values()) if isinstance(x, HostLengths)))
-            if key not in op.dry_results:
-                op.dry_results[key] = self._run(op, choice.kernel, args, kwargs)
-            call, result = op.dry_results[key]
-            counted = self.calls.setdefault((op.name, key), Call(**vars(call)))
-            counted.count += 1
+            if key in op.dry_results:
+                self._repeat(op.dry_results[key][2])
+            else:
+                op.dry_results[key] = (*self._run(op, choice.kernel, args, kwargs), self.inside)
+            call, result, inside = op.dry_results[key]
+            self._count(choice, key, call)
+            outer += [*inside, (choice, key, call, tree.map(Shape.like, (args, kwargs)))]
             return tree.map(lambda leaf: leaf.made() if isinstance(leaf, Shape) else leaf, result)
         finally:
-            self.recorder.sink = sink
+            self.recorder.sink, self.inside = sink, outer
+
+    def _count(self, choice: Choice, key: Any, call: Call) -> None:
+        self.calls.setdefault((choice.op, key), Call(**vars(call))).count += 1
+
+    def _repeat(self, inside: list[tuple[Choice, Any, Call, Any]]) -> None:
+        """Count, and report, the calls that a kernel makes whose run is not repeated."""
+        report = MODE.get().report
+        for choice, key, call, (args, kwargs) in inside:
+            self._count(choice, key, call)
+            if report is not None:
+                report.add(choice, args, kwargs)
 
     def _run(self, op: Op, kernel: Kernel, args: Any, kwargs: Any) -> tuple[Call, Any]:
         by_reference = kernel.host_reads or not _callable_here(kernel)

@@ -57,10 +57,10 @@ def main() -> None:
 
 
 def load(wheel: Path) -> str:
-    """Import torch_npu from an unpacked wheel; its version. Operators of the ATB library come without shapes."""
+    """Import torch_npu from an unpacked wheel; its version. Some operators come without shapes and get ours."""
     sys.path.insert(0, str(wheel))
     version = importlib.import_module("torch_npu").__version__
-    give_shapes("atb")
+    give_shapes()
     return version
 
 
@@ -82,7 +82,7 @@ def _pickled(answer: Answer | Failure) -> bytes:
     try:
         data = pickle.dumps(answer)
         pickle.loads(data)
-    except (pickle.PicklingError, AttributeError, TypeError):
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):
         # An error whose class cannot be made again elsewhere travels as its text.
         assert isinstance(answer, Failure)
         data = pickle.dumps(Failure(LoweringError(repr(answer.error)), answer.traceback))

@@ -69,6 +69,20 @@ def _grouped_bytes(a: Arguments, out: Any) -> int:
     return tensor_bytes((dict(a), out)) - weights + weights * min(rows, experts) // experts
 
 
+def _quantized_flops(a: Arguments, out: Any) -> int:
+    """Each product of integers, or of float8, is one operation, as its sum is."""
+    return 2 * math.prod(a["x1"].shape) * out.shape[-1]
+
+
+def _swiglu_flops(a: Arguments, out: Any) -> int:
+    """The product alone: twice as many outputs as the SwiGLU leaves."""
+    return 2 * math.prod(a["x"].shape) * 2 * out[0].shape[-1]
+
+
+def _swiglu_bytes(a: Arguments, out: Any) -> int:
+    return _grouped_bytes({**a, "x": [a["x"]]}, out)
+
+
 def _delta_flops(a: Arguments, out: Any) -> int:
     """Prediction, correction and read-out of every token and value head: three products of the state's size."""
     tokens, heads, v_dim = a["value"].shape
@@ -100,13 +114,16 @@ NPU = Formulas(
         **ATEN.flops,
         "npu::npu_fused_infer_attention_score_v2": _attention_flops,
         "npu::npu_grouped_matmul": _grouped_flops,
+        "npu::npu_grouped_matmul_swiglu_quant_v2": _swiglu_flops,
         "npu::npu_lightning_indexer": _indexer_flops,
+        "npu::npu_quant_matmul": _quantized_flops,
         **dict.fromkeys(_DELTA, _delta_flops),
     },
     bytes={
         **ATEN.bytes,
         "npu::npu_fused_infer_attention_score_v2": _attention_bytes,
         "npu::npu_grouped_matmul": _grouped_bytes,
+        "npu::npu_grouped_matmul_swiglu_quant_v2": _swiglu_bytes,
         "npu::npu_scatter_pa_kv_cache": _scattered,
         "npu::npu_kv_rmsnorm_rope_cache_v2": _normed_and_cached,
     },

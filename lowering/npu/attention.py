@@ -1,4 +1,4 @@
-"""Causal attention through npu_fused_infer_attention_score_v2, over pages and without, and the writing of pages.
+"""Attention through npu_fused_infer_attention_score_v2, over pages and without, and the writing of pages.
 
 The operator reads lengths as host lists, whose units differ by layout: with layout TND query lengths are cumulative,
 with BSND they are each row's own; lengths over pages are each row's own in both. Masked modes want one triangle of a
@@ -6,7 +6,7 @@ fixed size, True where a key must not be seen, and line queries up with the end 
 always: the operator's default is 1.
 
 A window is a band of that triangle. For one query a row the operator is documented to ignore bands, so it gets the
-pages of the window alone and a mask of its own over them.
+pages of the window alone and a mask of its own over them. The block of a draft needs no mask, or a band to both sides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import LoweringError
 from ..host import HostLengths, tracing
-from ..ops.attention import attention, paged_attention, window_pages, write_pages
+from ..ops.attention import attention, block_attention, paged_attention, window_pages, write_pages
 from ..ops.ragged import row_of_token, to_flat, to_rectangle
 from .features import npu
 from .kernel import FLOATS, HALVES, above, empty, fused, wrong_dtype
@@ -85,11 +85,15 @@ def _wrong_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, max_query: int) ->
 def _refuse_paged(
     q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale, window=None
 ):
+    return _wrong_host(host) or wrong_heads(q, k_pages, v_pages) or _wrong_pages(q, k_pages, v_pages, max_query)
+
+
+def _wrong_host(host: HostLengths) -> str | None:
     if not host.exact:
         return "needs exact row lengths on the host, and only an upper bound is known: read the accepted counts first"
     if not host.fits:
         return "counts pages that rows share once a row, and the pool has fewer: give init_state more pages"
-    return wrong_heads(q, k_pages, v_pages) or _wrong_pages(q, k_pages, v_pages, max_query)
+    return None
 
 
 def _refuse_packed(
@@ -163,6 +167,24 @@ def _one_query(
         "block_table": table.int().contiguous(),
         "atten_mask": (places < lengths[:, None] - window)[:, None, None],
     }
+
+
+def _refuse_block(q, k_pages, v_pages, page_table, lengths, host, *, block, scale, window=None) -> str | None:
+    if block == 1 and _binds(window, page_table, k_pages.shape[1]):
+        return "for one query a row the operator is documented to ignore a window"
+    return _wrong_host(host) or wrong_heads(q, k_pages, v_pages) or _wrong_pages(q, k_pages, v_pages, block)
+
+
+@fused(block_attention, "npu_fia_block", OPERATOR, refuse=_refuse_block)
+def _block(q, k_pages, v_pages, page_table, lengths, host, *, block, scale, window=None):
+    held: dict[str, Any] = {"actual_seq_kvlen": list(host.length), "block_table": page_table.int().contiguous()}
+    if block > 1:
+        held["actual_seq_qlen"] = list(host.query)
+    mode = UNMASKED
+    if window is not None and block > 1:
+        mode, held = BAND, held | {"pre_tokens": window - 1, "next_tokens": window - 1}
+    rectangle = q.unflatten(0, (-1, block)).contiguous()
+    return _attended(rectangle, k_pages, v_pages, scale, "BSND", mode, **held).flatten(0, 1)
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float, layout: str, mode: int, **rows: Any) -> Tensor:

@@ -1,7 +1,8 @@
 """The gated delta rule: npu_recurrent_gated_delta_rule for a few tokens a row, npu_chunk_gated_delta_rule for many.
 
-Both take bfloat16 queries, keys, values, write strengths and state, and float32 log decays, one a head: a decay a
-channel is composed of Torch operators. The state is value-major, as ours. Lengths are each row's own, on the device. Queries come scaled, so `scale` is 1.
+Both take bfloat16 queries, keys, values, write strengths and state, and float32 log decays, one a head; a rule with one
+a channel is composed of Torch operators. The state is value-major, as ours. Lengths are each row's own, on the device.
+Queries come scaled, so `scale` is 1.
 
 Neither operator is documented for a row without tokens, nor to skip padding. A token with no write strength and no
 decay leaves the state as it is, so such tokens fill the gaps: to a rectangle where rows are short, one more behind each
@@ -14,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops.delta import DeltaInputs, delta_gates, gated_delta_rule, kimi_gates, replay_delta
+from ..ops.delta import DeltaInputs, channel_gates, delta_gates, gated_delta_rule, replay_delta
 from ..ops.ragged import row_of_token, to_flat, to_rectangle
 from ..target import ASCEND
 from .features import npu
@@ -26,7 +27,7 @@ CHUNKED_DIM = 128
 """The one size of keys and values that the chunked operator takes."""
 
 delta_gates.without(ASCEND, "no fused operator makes the gates of the delta rule")
-kimi_gates.without(ASCEND, "no fused operator makes the gates of the delta rule")
+channel_gates.without(ASCEND, "no fused operator makes the gates of the delta rule")
 replay_delta.without(ASCEND, "no fused operator replays updates; our kernels keep inputs and run the rule again")
 
 BF16 = (torch.bfloat16,)

@@ -30,6 +30,9 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "npu_chunk_gated_delta_rule": (
         "query", "key", "value", "beta", "initial_state", "actual_seq_lengths", "scale", "g",
     ),
+    "npu_dequant_swiglu_quant": ("x", "activate_left", "quant_mode"),
+    "npu_dynamic_mx_quant": ("input", "axis", "round_mode", "dst_type", "block_size", "scale_alg"),
+    "npu_dynamic_quant": ("input", "dst_type"),
     "npu_format_cast": ("input", "acl_format"),
     "npu_fused_causal_conv1d": ("x", "weight", "conv_states", "query_start_loc", "cache_indices"),
     "npu_fused_infer_attention_score_v2": (
@@ -39,7 +42,14 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     ),
     "npu_geglu": ("input", "dim", "approximate", "activate_left"),
     "npu_gemma_rms_norm": ("input", "gamma", "epsilon"),
-    "npu_grouped_matmul": ("x", "weight", "group_list", "split_item", "group_type", "group_list_type"),
+    "npu_grouped_matmul": (
+        "x", "weight", "bias", "scale", "per_token_scale", "group_list", "split_item", "group_type", "group_list_type",
+        "output_dtype", "scale_dtype", "per_token_scale_dtype",
+    ),
+    "npu_grouped_matmul_swiglu_quant_v2": (
+        "x", "weight", "weight_scale", "x_scale", "group_list", "dequant_mode", "dequant_dtype", "quant_mode",
+        "quant_dtype", "group_list_type", "weight_scale_dtype", "x_scale_dtype",
+    ),
     "npu_interleave_rope": ("x", "cos", "sin"),
     "npu_kv_rmsnorm_rope_cache_v2": (
         "kv", "gamma", "cos", "sin", "index", "k_cache", "ckv_cache", "epsilon", "cache_mode", "is_output_kv",
@@ -48,6 +58,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
         "query", "key", "weights", "actual_seq_lengths_key", "block_table", "layout_query", "layout_key",
         "sparse_count", "sparse_mode",
     ),
+    "npu_mhc_post": ("x", "h_res", "h_out", "h_post"),
     "npu_moe_gating_top_k": (
         "x", "k", "bias", "k_group", "group_count", "group_select_mode", "renorm", "norm_type",
         "routed_scaling_factor",
@@ -58,6 +69,11 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
         "expert_tokens_num_flag", "quant_mode", "active_expert_range", "row_idx_type",
     ),
     "npu_moe_token_unpermute": ("permuted_tokens", "sorted_indices", "probs"),
+    "npu_quant_matmul": (
+        "x1", "x2", "scale", "pertoken_scale", "bias", "output_dtype", "pertoken_scale_dtype", "scale_dtype",
+        "group_sizes",
+    ),
+    "npu_quantize": ("input", "scales", "zero_points", "dtype", "axis", "div_mode"),
     "npu_recurrent_gated_delta_rule_functional": (
         "query", "key", "value", "state", "beta", "scale", "actual_seq_lengths", "ssm_state_indices", "g",
     ),
@@ -68,25 +84,35 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Every operator that our kernels call, and the arguments they pass: what must be there for a kernel to be chosen."""
 
+LEFT_OUT: dict[str, tuple[str, ...]] = {"npu_mhc_post": ("h_res",)}
+"""Arguments among these that our kernels give None for, which older versions do not take."""
+
 DOCUMENTED: dict[str, str] = {
     "atb.npu_ring_mla": "ascend910b ascend910_93",
     "npu_add_rms_norm": "",
     "npu_apply_rotary_pos_emb": "ascend910b ascend910_93 ascend950",
     "npu_attention_update": "ascend910b ascend910_93",
     "npu_chunk_gated_delta_rule": "ascend910b ascend910_93",
+    "npu_dequant_swiglu_quant": "ascend910b ascend910_93",
+    "npu_dynamic_mx_quant": "ascend950",
+    "npu_dynamic_quant": "ascend910b ascend910_93",
     "npu_format_cast": "",
     "npu_fused_causal_conv1d": "ascend950",
     "npu_fused_infer_attention_score_v2": "ascend910b ascend910_93",
     "npu_geglu": "ascend910b",
     "npu_gemma_rms_norm": "ascend910b ascend910_93",
     "npu_grouped_matmul": "ascend910b",
+    "npu_grouped_matmul_swiglu_quant_v2": "ascend910b ascend910_93 ascend950",
     "npu_interleave_rope": "",
     "npu_kv_rmsnorm_rope_cache_v2": "",
     "npu_lightning_indexer": "",
+    "npu_mhc_post": "ascend950",
     "npu_moe_gating_top_k": "",
     "npu_moe_gating_top_k_softmax_v2": "ascend910b ascend910_93",
     "npu_moe_init_routing_v2": "ascend910b ascend910_93",
     "npu_moe_token_unpermute": "ascend910b ascend910_93 ascend950",
+    "npu_quant_matmul": "ascend910b ascend910_93",
+    "npu_quantize": "ascend910b",
     "npu_recurrent_gated_delta_rule_functional": "ascend910b ascend910_93",
     "npu_rms_norm": "",
     "npu_rotary_mul": "ascend910b ascend910_93",
@@ -97,13 +123,16 @@ DOCUMENTED: dict[str, str] = {
 
 IN_USE: dict[str, str] = {
     "npu_add_rms_norm": "ascend910b ascend910_93 ascend950",
-    "npu_format_cast": "ascend910b ascend910_93",
+    "npu_format_cast": "ascend910b ascend910_93 ascend950",
     "npu_fused_infer_attention_score_v2": "ascend950",
-    "npu_grouped_matmul": "ascend910_93",
+    "npu_grouped_matmul": "ascend910_93 ascend950",
     "npu_interleave_rope": "ascend910b ascend910_93",
     "npu_kv_rmsnorm_rope_cache_v2": "ascend910b ascend910_93",
     "npu_moe_gating_top_k": "ascend910b ascend910_93",
     "npu_lightning_indexer": "ascend910b ascend910_93",
+    "npu_moe_init_routing_v2": "ascend950",
+    "npu_quant_matmul": "ascend950",
+    "npu_quantize": "ascend910_93",
     "npu_rms_norm": "ascend910b ascend910_93 ascend950",
     "npu_swiglu": "ascend910_93",
 }
@@ -125,11 +154,11 @@ def missing(operators: tuple[str, ...], target: Target) -> str | None:
             if not any(operator in known for known in recorded().values()):
                 return f"operator {operator} is in none of the recorded schemas; docs/record_npu_schemas.py adds it"
             found, where = recorded()[version].get(operator), f"torch_npu {version}"
-        lacking = _lacking(operator, found)
-        if lacking is not None:
-            first = next((v for v, known in recorded().items() if not _lacking(operator, known.get(operator))), None)
+        what = lacking(operator, found)
+        if what is not None:
+            first = next((v for v, known in recorded().items() if not lacking(operator, known.get(operator))), None)
             since = f"the first version that has it is {first}" if first else "no recorded version has it"
-            return f"{lacking} is not in {where}; {since}"
+            return f"{what} is not in {where}; {since}"
     return None
 
 
@@ -139,13 +168,16 @@ def _is_loaded(target: Target) -> bool:
     return bool(loaded) and loaded.split(".")[:2] == (target.torch_npu or "").split(".")[:2]
 
 
-def _lacking(operator: str, schema: str | None) -> str | None:
+def lacking(operator: str, schema: str | None) -> str | None:
     """What of an operator a schema lacks, in words; None when nothing."""
     if schema is None:
         return f"operator {operator}"
-    names = {argument.name for argument in torch._C.parse_schema(schema).arguments}
-    absent = [name for name in ARGUMENTS.get(operator, ()) if name not in names]
-    return f"argument {absent[0]} of operator {operator}" if absent else None
+    types = {argument.name: argument.type for argument in torch._C.parse_schema(schema).arguments}
+    absent = [name for name in ARGUMENTS.get(operator, ()) if name not in types]
+    if absent:
+        return f"argument {absent[0]} of operator {operator}"
+    needed = [name for name in LEFT_OUT.get(operator, ()) if not isinstance(types[name], torch._C.OptionalType)]
+    return f"operator {operator} without {needed[0]}" if needed else None
 
 
 def home(operator: str) -> tuple[str, str]:

@@ -1,20 +1,41 @@
-"""Hyper-connections and n-gram embeddings: why they stay in Torch on Ascend."""
+"""Hyper-connections on Ascend: streams take a sublayer's output back through npu_mhc_post; the rest stays in Torch.
+
+npu_mhc_post adds an output to streams that a doubly stochastic matrix has mixed. Without that matrix, h_res, streams
+stay as they are: `hyper_inject` to the letter, weights in float32 among them. N-gram embeddings stand here too.
+"""
 
 from __future__ import annotations
+
+import torch
 
 from ..ops.hyper_connection import hyper_inject, hyper_mix
 from ..ops.ngram import ngram_gate, ngram_rows, table_rows
 from ..target import ASCEND
+from .features import npu
+from .kernel import HALVES, empty, fused, wrong_dtype
 
+POST = "npu_mhc_post"
+STREAMS = (4, 6, 8)
+"""Counts of streams that the operator's documentation names."""
 _OLDER = ("ascend910b", "ascend910_93")
 
-hyper_mix.without(_OLDER, "npu_mhc_pre runs on Ascend 950 alone")
+
+def _refuse_inject(x, y, weights) -> str | None:
+    if x.shape[1] not in STREAMS:
+        return f"takes 4, 6 or 8 streams; this call has {x.shape[1]}"
+    return wrong_dtype(HALVES, x=x, y=y) or wrong_dtype((torch.float32,), weights=weights) or empty(x=x)
+
+
+@fused(hyper_inject, POST, POST, refuse=_refuse_inject)
+def _injected(x, y, weights):
+    # Streams begin as views of one embedding; the documentation takes views, but says nothing of steps of zero.
+    return npu.npu_mhc_post(x.contiguous(), None, y.contiguous(), weights.contiguous())
+
+
 hyper_inject.without(_OLDER, "npu_mhc_post runs on Ascend 950 alone")
+hyper_mix.without(_OLDER, "npu_mhc_pre runs on Ascend 950 alone")
 hyper_mix.without(
     ("ascend950",), "npu_mhc_pre mixes streams by a matrix made of one projection; ours are gated channel by channel"
-)
-hyper_inject.without(
-    ("ascend950",), "npu_mhc_post does this without h_res, from torch_npu 2.13 on alone; no kernel calls it so far"
 )
 ngram_rows.without(ASCEND, "no fused operator hashes tokens with 64-bit multipliers")
 table_rows.without(ASCEND, "a look-up is one gather of the device; no fused operator replaces it")

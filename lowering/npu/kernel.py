@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from params.quant.values import QuantizedWeight
+
 from ..op import Op, Refusal
 from ..registry import OPS
 from ..target import ASCEND
@@ -26,20 +28,25 @@ def fused(
     refuse: Refusal,
     only: tuple[str, ...] = ASCEND,
     prepare: Callable[[Any], Any] | None = None,
+    weights: tuple[type[QuantizedWeight] | type[Tensor], ...] = (),
 ) -> Callable[[F], F]:
     """Register an inference kernel of `op`, for those of `only` on which every operator it calls is known to run."""
     targets = tuple(target for target in only if all(target in serves(operator) for operator in operators))
     return op.kernel(
-        name, targets=targets, operators=operators, refuse=refuse, prepare=prepare,
+        name, targets=targets, operators=operators, refuse=refuse, prepare=prepare, weights=weights,
         batches=False, forward_ad=False, differentiable=False,
     )  # fmt: skip
 
 
 def say_gaps() -> None:
-    """Give every op, for each Ascend target that no kernel of it serves, the operator that is missing there."""
+    """Give every op, for each Ascend target that no kernel of it serves, the operator that is missing there.
+
+    Kernels for quantised weights do not count: plain ones have a reason of their own.
+    """
     for op in OPS.values():
         for target in ASCEND:
-            if target in op.lacking or any(kernel.operators for kernel in op.serving(target)):
+            plain = (k for k in op.serving(target) if not k.weights or Tensor in k.weights)
+            if target in op.lacking or any(k.operators for k in plain):
                 continue
             called = (operator for kernel in op.kernels.values() for operator in kernel.operators)
             missing = next((operator for operator in called if target not in serves(operator)), None)

@@ -1,4 +1,7 @@
-"""Projections and look-ups: torch_npu has nothing to add to the device's own matrix product and gather."""
+"""Projections and look-ups: torch_npu has nothing to add to the device's own matrix product and gather.
+
+Quantised projections are in `quant_linear`.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..errors import LoweringError
 from ..host import HostInt, HostLengths, symbolic
 from ..layouts import NdPages, NzPages, Pages
-from ..ops.mla import expanded, latent_norm_rope_write, mla_prefix_attention, write_latents
+from ..ops.mla import ANY_WEIGHT, expanded, latent_norm_rope_write, mla_prefix_attention, write_latents
 from ..ops.ragged import row_of_token, to_flat, to_rectangle
 from ..target import ASCEND
 from ..weights import plain
@@ -285,7 +285,7 @@ def _wrong_host(host: HostLengths) -> str | None:
     return None
 
 
-@fused(mla_prefix_attention, "two_fia_merge", OPERATOR, UPDATE, only=ASCEND_910, refuse=_refuse_gathered)
+@fused(mla_prefix_attention, "two_fia_merge", OPERATOR, UPDATE, only=ASCEND_910, refuse=_refuse_gathered, **ANY_WEIGHT)
 def _two_passes(
     q_nope, q_rope, latent, rope, latent_pages, rope_pages, up, page_table, lengths, query_start, host,
     *, max_query, uniform, scale, v_dim,
@@ -321,7 +321,7 @@ def _merged(*parts: tuple[Tensor, Tensor]) -> Tensor:
     return whole.unflatten(0, outs[0].shape[:2])
 
 
-@fused(mla_prefix_attention, "concat_fia", OPERATOR, only=ASCEND_910, refuse=_refuse_gathered)
+@fused(mla_prefix_attention, "concat_fia", OPERATOR, only=ASCEND_910, refuse=_refuse_gathered, **ANY_WEIGHT)
 def _row_by_row(
     q_nope, q_rope, latent, rope, latent_pages, rope_pages, up, page_table, lengths, query_start, host,
     *, max_query, uniform, scale, v_dim,
@@ -355,7 +355,7 @@ def _refuse_ring(
     return _wrong_host(host) or wrong_dtype(HALVES, q_nope=q_nope, q_rope=q_rope, latent=latent, rope=rope)
 
 
-@fused(mla_prefix_attention, "atb_ring_mla", RING, only=ASCEND_910, refuse=_refuse_ring)
+@fused(mla_prefix_attention, "atb_ring_mla", RING, only=ASCEND_910, refuse=_refuse_ring, **ANY_WEIGHT)
 def _ring(
     q_nope, q_rope, latent, rope, latent_pages, rope_pages, up, page_table, lengths, query_start, host,
     *, max_query, uniform, scale, v_dim,
@@ -444,7 +444,7 @@ def _wrong_latent_pages(latent_pages: Pages, rope_pages: Pages) -> str | None:
     return None
 
 
-@fused(mla_prefix_attention, "npu_fia_absorbed", OPERATOR, only=ASCEND_910, refuse=_refuse_absorbed)
+@fused(mla_prefix_attention, "npu_fia_absorbed", OPERATOR, only=ASCEND_910, refuse=_refuse_absorbed, **ANY_WEIGHT)
 def _absorbed(
     q_nope, q_rope, latent, rope, latent_pages, rope_pages, up, page_table, lengths, query_start, host,
     *, max_query, uniform, scale, v_dim,

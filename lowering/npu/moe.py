@@ -26,6 +26,8 @@ ROWS_OF_X = 0
 COUNTS = 1
 """Group sizes are given as counts, not as their running sum."""
 ONE_OUTPUT = 2
+UNQUANTIZED, BY_TOKEN = -1, 1
+"""Rows as they are, or as int8 with a scale each."""
 
 
 @tree
@@ -153,14 +155,18 @@ def _refuse_experts(x, weights, ids, gate_up, down) -> str | None:
     prepare=_prepare,
 )
 def _experts(x, weights, ids, gate_up, down):
-    count = _by_inputs(gate_up).shape[0]
-    rows, places, sizes, _ = npu.npu_moe_init_routing_v2(
-        x.contiguous(), ids.int().contiguous(), active_num=ids.numel(), expert_num=count, drop_pad_mode=0,
-        expert_tokens_num_type=1, expert_tokens_num_flag=True, quant_mode=-1, active_expert_range=[0, count],
-        row_idx_type=0,
-    )  # fmt: skip
+    rows, places, sizes, _ = routed(x, ids, _by_inputs(gate_up).shape[0], quant_mode=UNQUANTIZED)
     inner = npu.npu_swiglu(_product(rows, gate_up, sizes), dim=-1)
     return npu.npu_moe_token_unpermute(_product(inner, down, sizes), places, probs=weights)
+
+
+def routed(x: Tensor, ids: Tensor, experts: int, *, quant_mode: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows of x grouped by expert, the place of each flat choice among them, rows of each expert, scales of rows."""
+    return npu.npu_moe_init_routing_v2(
+        x.contiguous(), ids.int().contiguous(), active_num=ids.numel(), expert_num=experts, drop_pad_mode=0,
+        expert_tokens_num_type=1, expert_tokens_num_flag=True, quant_mode=quant_mode,
+        active_expert_range=[0, experts], row_idx_type=0,
+    )  # fmt: skip
 
 
 def _product(rows: Tensor, weight: Tensor | PreparedWeight, sizes: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..op import Kernel, Op
 from ..registry import OPS
 from ..target import ASCEND, KIB, TARGETS
-from .features import DOCUMENTED, recorded
+from .features import DOCUMENTED, lacking, recorded
 
 
 def target_table() -> str:
@@ -58,7 +58,11 @@ def _mark(kernel: Kernel, target: str) -> str:
 
 
 def _since(kernel: Kernel) -> str:
-    having = [version for version, schemas in recorded().items() if all(name in schemas for name in kernel.operators)]
+    having = [
+        version
+        for version, schemas in recorded().items()
+        if all(lacking(name, schemas.get(name)) is None for name in kernel.operators)
+    ]
     return "every recorded version" if len(having) == len(recorded()) else f"{having[0]} on"
 
 

@@ -11,12 +11,27 @@ value undefined. They say nothing about speed. What they rest on is listed in `d
         model.forward(params, state, batch)
 """
 
-from . import activation, attention, cache, conv, delta, matmul, mla, moe, norm, rotary, sparse
+from . import (
+    activation,
+    attention,
+    cache,
+    conv,
+    delta,
+    hyper_connection,
+    matmul,
+    mla,
+    moe,
+    norm,
+    quant,
+    quant_matmul,
+    rotary,
+    sparse,
+)
 from .checks import OperatorError
 from .registration import OPERATORS, Operator, load
 
 # The modules register their operators when they are imported.
 __all__ = [
-    "OPERATORS", "Operator", "OperatorError", "activation", "attention", "cache", "conv", "delta", "load", "matmul",
-    "mla", "moe", "norm", "rotary", "sparse",
+    "OPERATORS", "Operator", "OperatorError", "activation", "attention", "cache", "conv", "delta", "hyper_connection",
+    "load", "matmul", "mla", "moe", "norm", "quant", "quant_matmul", "rotary", "sparse",
 ]  # fmt: skip

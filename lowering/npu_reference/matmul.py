@@ -1,4 +1,7 @@
-"""Grouped matrix products and the cast of a weight to the device's own layout: sums in float32, rounded once."""
+"""Grouped matrix products and the cast of a weight to the device's own layout: sums in float32, rounded once.
+
+Quantised factors are those of `quant_matmul`.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from .checks import (
     need_values,
     shown,
 )
+from .quant_matmul import DTYPES, counted, need_quantized_factors, quantized_product
 from .registration import operator
 
 INNER_LIMIT = 65536
@@ -28,9 +32,14 @@ FORMATS = {2: "ND", 29: "NZ"}
 """Layouts of a weight by the number that the driver gives them."""
 
 
+QUANTIZED = (torch.int8, torch.float8_e4m3fn)
+"""Dtypes of x with which its scales come along."""
+
+
 def _grouped_like(
     x: list[Tensor], weight: list[Tensor], group_list: Any, split_item: int, group_type: Any, group_list_type: int,
-    act_type: int, **rest: Any,
+    act_type: int, bias: Any, scale: Any, per_token_scale: Any, output_dtype: int | None, scale_dtype: int | None,
+    per_token_scale_dtype: int | None, **rest: Any,
 ) -> list[Tensor]:  # fmt: skip
     need_default(act_type=act_type or None, **rest)
     single = len(x) == len(weight) == 1
@@ -38,14 +47,21 @@ def _grouped_like(
     need(group_type == 0, f"group_type is {group_type}; the reference covers 0, groups of rows")
     need(split_item in (2, 3), f"split_item is {split_item}; group_type 0 takes 2 or 3, one output")
     need(group_list_type in (0, 1), f"group_list_type is {group_list_type}; expected 0 (running sums) or 1 (counts)")
-    _need_factors(x[0], weight[0])
+    outputs, dtype = weight[0].shape[-1], x[0].dtype
+    dtypes = scale_dtype, per_token_scale_dtype
+    if x[0].dtype in QUANTIZED:
+        outputs, dtype = need_quantized_factors(x[0], weight[0], bias, scale, per_token_scale, output_dtype, dtypes)
+    else:
+        need_default(bias=bias, scale=scale, per_token_scale=per_token_scale, output_dtype=output_dtype)
+        need_default(scale_dtype=scale_dtype, per_token_scale_dtype=per_token_scale_dtype)
+        _need_factors(x[0], weight[0])
     experts = weight[0].shape[0]
     need(group_list is not None, "group_list is missing; group_type 0 needs it")
     need_dtype((torch.int64,), group_list=group_list)
     need_shape((experts,), "one entry a group", group_list=group_list)
     need(experts <= 1024, f"weight has {experts} groups; expected at most 1024")
     need(group_list_type == 0 or experts > 1, "group_list has one entry; with group_list_type 1 it takes two or more")
-    return [x[0].new_empty(x[0].shape[0], weight[0].shape[2])]
+    return [x[0].new_empty(x[0].shape[0], outputs, dtype=dtype)]
 
 
 def _need_factors(x: Tensor, weight: Tensor) -> None:
@@ -67,21 +83,20 @@ def _need_factors(x: Tensor, weight: Tensor) -> None:
 
 @operator("npu_grouped_matmul", shapes=_grouped_like)
 def npu_grouped_matmul(
-    x: list[Tensor], weight: list[Tensor], group_list: Tensor, group_list_type: int, **rest: Any
-) -> list[Tensor]:
+    x: list[Tensor], weight: list[Tensor], group_list: Tensor, group_list_type: int, bias: Any, scale: Any,
+    per_token_scale: Any, output_dtype: int | None, **rest: Any,
+) -> list[Tensor]:  # fmt: skip
     """[rows of each group times the group's weight]. Groups follow each other in x and cover it."""
     tokens = x[0].shape[0]
     need_values(0, tokens, "rows", group_list=group_list)
-    sums = group_list if group_list_type == 0 else group_list.cumsum(0)
-    counts = sums.diff(prepend=sums.new_zeros(1))
-    meaning = ("running sums", "counts")[group_list_type]
-    need(
-        bool((counts >= 0).all()) and int(sums[-1]) == tokens,
-        f"group_list {group_list.tolist()}, {meaning}, does not cover the {tokens} rows of x",
-    )
-    parts = x[0].split(counts.tolist())
-    products = [(rows.float() @ one.float()).to(rows.dtype) for rows, one in zip(parts, weight[0], strict=True)]
-    return [torch.cat(products)]
+    counts = counted(group_list, group_list_type, tokens)
+    parts = zip(x[0].split(counts), weight[0], strict=True)
+    if x[0].dtype not in QUANTIZED:
+        return [torch.cat([(rows.float() @ one.float()).to(rows.dtype) for rows, one in parts])]
+    biases = [None] * len(counts) if bias is None else bias[0]
+    scales = zip(biases, scale[0], per_token_scale[0].split(counts), strict=True)
+    products = [quantized_product(*factors, *own) for factors, own in zip(parts, scales, strict=True)]
+    return [torch.cat(products).to(DTYPES[output_dtype])]  # type: ignore[index]
 
 
 def _format_like(input: Tensor, acl_format: int, customize_dtype: int | None, input_dtype: int | None) -> Tensor:

@@ -19,6 +19,7 @@ from .checks import (
     need_values,
     shown,
 )
+from .quant import by_token
 from .registration import operator
 
 MOST_CHOICES = 512
@@ -117,14 +118,15 @@ def _routing_like(
     need(drop_pad_mode == 0, f"drop_pad_mode is {drop_pad_mode}; the operator takes 0 only")
     need(expert_tokens_num_flag, "expert_tokens_num_flag is False; the operator takes True only")
     need(expert_tokens_num_type == 1, f"expert_tokens_num_type is {expert_tokens_num_type}; the reference covers 1")
-    need(quant_mode == -1, f"quant_mode is {quant_mode}; the reference covers -1, no quantisation")
+    need(quant_mode in (-1, 1), f"quant_mode is {quant_mode}; the operator takes -1 (none) and 1 (by token)")
+    need(quant_mode == -1 or x.dtype != torch.int8, "x is int8 already; quant_mode 1 leaves its outputs undefined")
     need(row_idx_type in (0, 1), f"row_idx_type is {row_idx_type}; expected 0 (gather) or 1 (scatter)")
     rows = expert_idx.numel()
     need(active_num in (-1, 0, rows), f"active_num is {active_num}; the reference covers -1, 0 and all rows ({rows})")
     _need_range(active_expert_range, expert_num)
     experts = active_expert_range[1] - active_expert_range[0]
     return (
-        x.new_empty(rows, x.shape[1]),
+        x.new_empty(rows, x.shape[1], dtype=torch.int8 if quant_mode == 1 else x.dtype),
         x.new_empty(rows, dtype=torch.int32),
         x.new_empty(experts, dtype=torch.int64),
         x.new_empty(rows, dtype=torch.float32),
@@ -141,27 +143,31 @@ def _need_range(active: list[int], experts: int) -> None:
 
 @operator("npu_moe_init_routing_v2", shapes=_routing_like)
 def npu_moe_init_routing_v2(
-    x: Tensor, expert_idx: Tensor, expert_num: int, active_expert_range: list[int], row_idx_type: int, **rest: object
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(rows of x grouped by expert, where they are, rows of each expert, undefined scales).
+    x: Tensor, expert_idx: Tensor, expert_num: int, active_expert_range: list[int], row_idx_type: int, quant_mode: int,
+    **rest: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(rows of x grouped by expert, where they are, rows of each expert, scales of the rows).
 
-    Places are, for row_idx_type 0, the row of each flat choice, or -1 outside the active experts; for 1, the flat
-    choice of each row. Rows past the active ones are undefined.
+    With quant_mode 1 rows are int8 by token, else scales are undefined. Places are, for row_idx_type 0, the row of each
+    flat choice, or -1 outside the active experts; for 1, the flat choice of each row. Rows past the active ones are
+    undefined.
     """
     need_values(0, expert_num - 1, "expert ids", expert_idx=expert_idx)
     start, end = active_expert_range
     flat = expert_idx.flatten().long()
     active = (flat >= start) & (flat < end)
     order = torch.where(active, flat, expert_num).argsort(stable=True)[: int(active.sum())]
-    rows = x.new_full((len(flat), x.shape[1]), torch.nan if x.is_floating_point() else -1)
-    rows[: len(order)] = x[order // expert_idx.shape[1]]
+    own, scale = by_token(x) if quant_mode == 1 else (x, torch.full((len(x),), torch.nan))
+    rows = own.new_full((len(flat), x.shape[1]), torch.nan if own.is_floating_point() else -1)
+    scales = torch.full((len(flat),), torch.nan)
+    rows[: len(order)], scales[: len(order)] = (y[order // expert_idx.shape[1]] for y in (own, scale))
     places = torch.full((len(flat),), -1, dtype=torch.int32)
     if row_idx_type == 0:
         places[order] = torch.arange(len(order), dtype=torch.int32)
     else:
         places[: len(order)] = order.int()
     counts = torch.bincount(flat[active] - start, minlength=end - start)
-    return rows, places, counts, torch.full((len(flat),), torch.nan)
+    return rows, places, counts, scales
 
 
 def _unpermute_like(

@@ -77,16 +77,21 @@ def load(version: str = "2.13.0") -> None:
         _implement(libraries[space], name, schema)
 
 
-def give_shapes(space: str) -> None:
-    """Give the operators of a namespace, as they are registered here, the output shapes of the references.
+SHAPELESS = ("npu_format_cast",)
+"""Operators of torch_npu itself that come without a shape function."""
 
-    For a process that has torch_npu, whose operators of that namespace come without any.
+
+def give_shapes() -> None:
+    """Give operators that torch_npu has no shape functions for, all of ATB's among them, those of the references.
+
+    For a process that has torch_npu.
     """
     for name, one in OPERATORS.items():
-        found = registered(name) if home(name)[0] == space else None
+        space, own = home(name)
+        found = registered(name) if space == "atb" or name in SHAPELESS else None
         if found is not None:
             schema = str(found.default._schema).partition("::")[2]
-            torch.library.register_fake(f"{space}::{home(name)[1]}", _named(name, schema, one.shapes))
+            torch.library.register_fake(f"{space}::{own}", _named(name, schema, one.shapes))
 
 
 def _implement(library: torch.library.Library, name: str, schema: str) -> None:

@@ -109,3 +109,16 @@ def test_pages_cost_what_is_held() -> None:
     given = attention("TND", 3, [3, 7], [9, 5], block_table=torch.zeros(2, 1), key=pool, value=pool, block_size=16)
     moved = NPU.bytes["npu::npu_fused_infer_attention_score_v2"](given, ())
     assert moved == 2 * (9 + 5) * 32 * 2 + 7 * 32 * 4 + 2 * 4
+
+
+def test_quantised_products() -> None:
+    """An integer multiplied and added counts as a float does; of ten experts, three rows read three at most."""
+    x, weight, scale = (torch.empty(*shape, dtype=torch.int8) for shape in ((3, 64), (64, 20), (20,)))
+    given = {"x1": x, "x2": weight, "scale": scale}
+    assert NPU.flops["npu::npu_quant_matmul"](given, torch.empty(3, 20)) == 2 * 3 * 64 * 20
+    experts, exponents = torch.empty(10, 64, 256, dtype=torch.int8), torch.empty(10, 1, 256, 2, dtype=torch.int8)
+    given = {"x": x, "weight": [experts], "weight_scale": [exponents]}
+    out = torch.empty(3, 128, dtype=torch.int8), torch.empty(3, 2, 2, dtype=torch.int8)
+    assert NPU.flops["npu::npu_grouped_matmul_swiglu_quant_v2"](given, out) == 2 * 3 * 64 * 256
+    moved = NPU.bytes["npu::npu_grouped_matmul_swiglu_quant_v2"](given, out)
+    assert moved == 3 * 64 + 3 * 64 * 256 + 10 * 256 * 2 + 3 * 128 + 3 * 4

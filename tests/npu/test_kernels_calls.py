@@ -9,11 +9,27 @@ import torch
 
 import lowering
 from lowering import OPS, Policy, npu_reference
-from lowering.npu import attention, delta, features, mla, mlp, moe, norm, rotary, short_conv, sparse
+from lowering.npu import (
+    attention,
+    delta,
+    features,
+    hyper_connection,
+    mla,
+    mlp,
+    moe,
+    norm,
+    quant_experts,
+    quant_linear,
+    rotary,
+    short_conv,
+    sparse,
+)
 from lowering.target import ASCEND
 from tests.cases import CASES
 
-MODULES = (attention, delta, mla, mlp, moe, norm, rotary, short_conv, sparse)
+MODULES = (
+    attention, delta, hyper_connection, mla, mlp, moe, norm, quant_experts, quant_linear, rotary, short_conv, sparse,
+)  # fmt: skip
 
 
 class Recorder:

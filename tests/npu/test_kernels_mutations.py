@@ -14,21 +14,40 @@ import pytest
 import torch
 
 from lowering import OPS, LoweringError, npu_reference
-from lowering.npu import attention, delta, features, mla, mlp, moe, norm, rotary, short_conv, sparse
+from lowering.npu import (
+    attention,
+    delta,
+    features,
+    hyper_connection,
+    mla,
+    mlp,
+    moe,
+    norm,
+    quant_experts,
+    quant_linear,
+    rotary,
+    short_conv,
+    sparse,
+)
+from lowering.op import Kernel
 from lowering.target import ASCEND
-from tests.cases import CASES
+from tests.cases import CASES, Case
 
 from .agreement import check
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-MODULES = (attention, delta, mla, mlp, moe, norm, rotary, short_conv, sparse)
+MODULES = (
+    attention, delta, hyper_connection, mla, mlp, moe, norm, quant_experts, quant_linear, rotary, short_conv, sparse,
+)  # fmt: skip
 FIA = "npu_fused_infer_attention_score_v2"
 FAR = attention.FAR
 MLA, RING = "mla_prefix_attention", "atb.npu_ring_mla"
 OTHER_MODE = {"PA_NZ": "PA_BNSD", "PA_BNSD": "PA_NZ"}
 INDEXER, SPARSE = "npu_lightning_indexer", "sparse_attention"
 STEPS, CHUNK = "npu_recurrent_gated_delta_rule_functional", "npu_chunk_gated_delta_rule"
+SWIGLU_QUANT, GROUPED_SWIGLU = "npu_dequant_swiglu_quant", "npu_grouped_matmul_swiglu_quant_v2"
+PRODUCT = "npu_quant_matmul"
 PACKED, PADDED = {"input_layout": "TND"}, {"input_layout": "BSND"}
 
 
@@ -205,6 +224,9 @@ FLIPS = [
     Flip(CHUNK, "the state comes out value-major", result=lambda r: (r[0], r[1].mT.contiguous())),
     Flip("npu_moe_gating_top_k", "weights are scaled", without("routed_scaling_factor")),
     Flip("npu_moe_gating_top_k", "experts lie in groups", but(group_count=lambda _: 1, k_group=lambda _: 1)),
+    Flip("npu_moe_gating_top_k", "the bias chooses", without("bias"), only="route_sigmoid"),
+    Flip("npu_moe_gating_top_k", "a group's two best", but(group_select_mode=lambda _: 0), only="route_sigmoid"),
+    Flip("npu_moe_gating_top_k", "scores are sigmoids", but(norm_type=lambda _: 0), only="route_sigmoid"),
     Flip("npu_moe_gating_top_k", "weights come first", result=lambda r: (r[1].float(), r[0].long(), r[2])),
     Flip("npu_moe_gating_top_k_softmax_v2", "weights add up to one", but(renorm=lambda _: 0)),
     Flip("npu_moe_gating_top_k_softmax_v2", "weights come first", result=lambda r: (r[1].float(), r[0].long(), r[2])),
@@ -213,10 +235,39 @@ FLIPS = [
     Flip("npu_grouped_matmul", "group sizes are counts", but(group_list=lambda sizes: sizes.cumsum(0))),
     Flip("npu_grouped_matmul", "group sizes are said to be counts", without("group_list_type")),
     Flip("npu_grouped_matmul", "weights by inputs", at(1, lambda weights: [weights[0].mT])),
+    Flip("npu_grouped_matmul", "a row has its own scale", but(per_token_scale=lambda s: [s[0].flip(0)])),
+    Flip("npu_grouped_matmul", "an expert has its own scales", but(scale=lambda s: [s[0].flip(0)])),
+    Flip("npu_grouped_matmul", "what int4 leaves out is added", but(bias=lambda b: [torch.zeros_like(b[0])])),
+    Flip("npu_grouped_matmul", "the result's dtype is named", without("output_dtype")),
+    Flip("npu_moe_init_routing_v2", "rows are quantised", but(quant_mode=lambda _: -1), {"quant_mode": 1}),
+    Flip(SWIGLU_QUANT, "the first half is activated", without("activate_left")),
+    Flip(SWIGLU_QUANT, "a token has its own scale", without("quant_mode")),
+    Flip(SWIGLU_QUANT, "values come first", result=lambda r: (r[1], r[0])),
+    Flip(GROUPED_SWIGLU, "group sizes are running sums", at(4, lambda sums: sums.diff(prepend=sums.new_zeros(1)))),
+    Flip(GROUPED_SWIGLU, "the scales are those of blocks", without("dequant_mode", "quant_mode")),
+    Flip(GROUPED_SWIGLU, "exponents have a dtype", but(x_scale_dtype=lambda _: torch.float8_e8m0fnu)),
+    Flip("npu_quantize", "the reciprocal is multiplied with", at(1, torch.reciprocal)),
+    Flip("npu_quantize", "the offset is added", at(2, torch.neg)),
+    Flip("npu_quantize", "a product, not a quotient", without("div_mode")),
+    Flip("npu_dynamic_quant", "the scale is that of a step", result=lambda r: (r[0], r[1].reciprocal())),
+    Flip("npu_dynamic_quant", "values come first", result=lambda r: (r[1], r[0])),
+    Flip(PRODUCT, "weights by inputs", at(1, lambda weight: weight.mT)),
+    Flip(PRODUCT, "the result's dtype is named", without("output_dtype")),
+    Flip(PRODUCT, "a token has its own scale", but(pertoken_scale=lambda scale: scale.flip(0))),
+    Flip(PRODUCT, "an output has its own scale", at(2, lambda scale: scale.flip(0))),
+    Flip(PRODUCT, "the correction is added", without("bias"), {"pertoken_scale": None}),
+    Flip(PRODUCT, "exponents have torch_npu's dtype", but(scale_dtype=lambda _: torch.float8_e8m0fnu)),
+    Flip(PRODUCT, "exponents in the order of blocks", but(pertoken_scale=lambda s: s.flip(-1)), {"scale_dtype": 293}),
+    Flip(PRODUCT, "blocks of 32", without("group_sizes")),
+    Flip("npu_dynamic_mx_quant", "float8, not float4", without("dst_type")),
+    Flip("npu_dynamic_mx_quant", "exponents come second", result=lambda r: (r[1], r[0])),
     Flip("npu_moe_token_unpermute", "choices are weighted", without("probs")),
     Flip("npu_moe_token_unpermute", "places are token-major", at(1, by_choice)),
     Flip("npu_fused_causal_conv1d", "the oldest tap first", at(1, lambda taps: taps.flip(0).contiguous())),
     Flip("npu_fused_causal_conv1d", "the window is oldest first", at(2, lambda w: w.flip(1).contiguous())),
+    Flip("npu_mhc_post", "the output is weighed, not the streams", swapped(2, 3)),
+    Flip("npu_mhc_post", "weights in the order of the streams", at(3, lambda h: h.flip(1))),
+    Flip("npu_mhc_post", "weights may exceed one", at(3, lambda h: h.clamp(max=1))),
     Flip("npu_fused_causal_conv1d", "starts begin with 0", but(query_start_loc=lambda starts: starts[1:].contiguous())),
 ]  # fmt: skip
 
@@ -244,6 +295,12 @@ class Flipped:
         return call
 
 
+def takes(kernel: Kernel, case: Case) -> bool:
+    """Whether the kernel's own limits allow the case."""
+    args, kwargs = case.arguments(torch.bfloat16)
+    return kernel.refuse is None or kernel.refuse(*args, **kwargs) is None
+
+
 @pytest.mark.plain
 @pytest.mark.mutation
 @pytest.mark.parametrize("flip", FLIPS, ids=str)
@@ -259,8 +316,7 @@ def test_a_flipped_convention_is_noticed(flip: Flip, monkeypatch: pytest.MonkeyP
     for target in ASCEND:
         for case in CASES:
             for kernel in () if case.bench or flip.only not in (None, case.op) else OPS[case.op].serving(target):
-                args, kwargs = case.arguments(torch.bfloat16)
-                if flip.operator not in kernel.operators or (kernel.refuse and kernel.refuse(*args, **kwargs)):
+                if flip.operator not in kernel.operators or not takes(kernel, case):
                     continue
                 operators.met = False
                 try:

@@ -78,8 +78,9 @@ def pool(pages: int, page_size: int = 128, kv_heads: int = 2, dim: int = 256) ->
 
 RAGGED, SEVERAL = "ragged_pages_of_128_256", "ragged_pages_of_128_128"
 PAGED, FIA, TND = "paged_attention", "npu_fia_bsnd", "npu_fia_tnd"
+BLOCK = "block_attention"
 RULE, STEPS, CHUNK = "gated_delta_rule", "npu_recurrent_gated_delta_rule", "npu_chunk_gated_delta_rule"
-CONV = "npu_fused_causal_conv1d"
+CONV, POST = "npu_fused_causal_conv1d", "npu_mhc_post"
 SHORT, LONG = "verify_2_4_128_bf16_window", "ragged_2_4_128_bf16_window"
 MOE = "npu_grouped_experts"
 
@@ -127,6 +128,15 @@ REFUSALS: list[tuple[str, str, str, Change, str]] = [
      "takes float16, bfloat16, float32; logits is float64"),
     ("route_grouped", "npu_moe_gating_top_k", "lite", shaped(logits=(0, 64)),
      "takes no empty tensor; logits is [0, 64]"),
+    ("route_sigmoid", "npu_moe_gating_top_k", "groups", but(renormalise=False),
+     "renormalises over those chosen; this call does not"),
+    ("route_sigmoid", "npu_moe_gating_top_k", "groups", to(F32, "bias"),
+     "takes one dtype; found logits bfloat16, bias float32"),
+    ("route_sigmoid", "npu_moe_gating_top_k", "groups", but(groups=20),
+     "takes groups of 3 experts or more; this call has 2"),
+    (RULE, STEPS, SHORT, shaped(decay=(12, 4, 128)),
+     "takes one decay a head: gk, a decay a channel, is documented as not supported; this call has one"),
+    (RULE, CHUNK, LONG, shaped(decay=(21, 4, 128)), "takes one decay a head; this call has one a channel"),
     (PAGED, TND, "decode_pages_of_128_128", but(window=3),
      "for one query a row the operator is documented to ignore a window, and layout TND takes no other mask"),
     (PAGED, TND, "decode_pages_of_128_128", lambda given: upper_bounds(but(window=384)(given)),
@@ -210,6 +220,12 @@ REFUSALS: list[tuple[str, str, str, Change, str]] = [
     (TOPK, "npu_lightning_indexer", INDEX, shaped(q=(21, 65, 128)), "takes at most 64 index_heads; this call has 65"),
     (TOPK, "npu_lightning_indexer", INDEX, to(F32, "q", "index_pages"), "takes float16, bfloat16; q is float32"),
     (TOPK, "npu_lightning_indexer", INDEX, to(F16, "q"), "takes one dtype; found q float16, index_pages bfloat16"),
+    (BLOCK, "npu_fia_block", "block_256", upper_bounds,
+     "needs exact row lengths on the host, and only an upper bound is known: read the accepted counts first"),
+    (BLOCK, "npu_fia_block", "block_256", pool(9, 64),
+     "takes pages of 128, 256, 384 or 512 tokens where a row has more than one query; found 64"),
+    (BLOCK, "npu_fia_block", "decode_256", lambda given: given | {"window": 4},
+     "for one query a row the operator is documented to ignore a window"),
     ("sparse_attention", "npu_gather_fia", "ragged_6_2_16", to(F32, "q", "k_pages", "v_pages"),
      "takes float16, bfloat16; q is float32"),
     ("sparse_attention", "npu_gather_fia", "ragged_4_1_8_12", lambda given: given,
@@ -233,6 +249,12 @@ ON_950: list[tuple[str, str, str, Change, str]] = [
      "takes channels in multiples of 128; this call has 96"),
     ("short_conv", CONV, "uniform_128x3", to(F32, "window"),
      "takes float16, bfloat16; window is float32"),
+    ("hyper_inject", POST, "tiny", lambda given: given, "takes 4, 6 or 8 streams; this call has 3"),
+    ("hyper_inject", POST, "four", to(F32, "x", "y"), "takes float16, bfloat16; x is float32"),
+    ("hyper_inject", POST, "four", to(F16, "y"), "takes one dtype; found x bfloat16, y float16"),
+    ("hyper_inject", POST, "four", to(BF16, "weights"), "takes float32; weights is bfloat16"),
+    ("hyper_inject", POST, "four", shaped(x=(0, 4, 24), y=(0, 24), weights=(0, 4)),
+     "takes no empty tensor; x is [0, 4, 24]"),
 ]  # fmt: skip
 
 
@@ -249,11 +271,13 @@ def test_a_limit_is_refused_in_words(
 
 
 def test_every_kernel_has_a_refusal_that_is_tested() -> None:
-    """Each kernel with a limit of its own appears above, or where latent attention is tested."""
-    from . import test_mla, test_mla_writes
+    """Each kernel with a limit of its own appears above, or where its family is tested."""
+    from . import test_mla, test_mla_writes, test_quant_experts, test_quant_linear
 
     tested = {(row[0], row[1]) for row in REFUSALS + ON_950 + test_mla_writes.REFUSALS}
     tested |= {(test_mla.OP.name, row[0]) for row in test_mla.REFUSALS}
+    tested |= {("linear", row[0]) for row in test_quant_linear.REFUSALS}
+    tested |= {("experts", row[0]) for row in test_quant_experts.REFUSALS}
     assert tested == {
         (name, kernel.name) for name, op in OPS.items() for kernel in op.kernels.values() if kernel.operators
     }
@@ -303,6 +327,17 @@ def test_an_operator_that_a_version_lacks_is_named_with_the_first_that_has_it() 
     assert ops.gated_delta_rule.explain(*args, target="ascend910b", **kwargs).kernel.name == CHUNK
     with lowering.use(gated_delta_rule=CHUNK, target=old), pytest.raises(LoweringError, match=sentence):
         ops.gated_delta_rule(*args, **kwargs)
+
+
+def test_a_version_that_wants_what_we_leave_out_is_refused() -> None:
+    """Before 2.13 npu_mhc_post has no form without a matrix."""
+    args, kwargs = split("hyper_inject", arguments("hyper_inject", "four"))
+    old, new = (named("ascend950", torch_npu=version) for version in ("2.10.0", "2.14.0"))
+    choice = ops.hyper_inject.explain(*args, target=old, **kwargs)
+    assert choice.kernel.name == "torch" and choice.refused[POST] == (
+        "operator npu_mhc_post without h_res is not in torch_npu 2.10.0.post6; the first version that has it is 2.13.0"
+    )
+    assert ops.hyper_inject.explain(*args, target=new, **kwargs).kernel.name == POST
 
 
 def test_an_argument_that_a_version_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,8 @@ ROUTING_LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "padding": ({"drop_pad_mode": 1}, "drop_pad_mode is 1"),
     "running sums of rows": ({"expert_tokens_num_type": 0}, "expert_tokens_num_type is 0"),
     "no counts": ({"expert_tokens_num_flag": False}, "takes True only"),
-    "quantisation": ({"quant_mode": 1}, "quant_mode is 1"),
+    "static quantisation": ({"quant_mode": 0}, "quant_mode is 0"),
+    "quantised twice": ({"quant_mode": 1, "x": torch.zeros(TOKENS, HIDDEN).to(torch.int8)}, "x is int8 already"),
     "no range": ({"active_expert_range": []}, "name both ends"),
     "empty range": ({"active_expert_range": [3, 3]}, "start < end"),
     "range past the experts": ({"active_expert_range": [0, 8]}, "start < end <= expert_num"),
@@ -275,6 +276,27 @@ def test_the_best_experts_of_the_best_groups(dtype: torch.dtype) -> None:
     assert call(GROUPED, arguments)[2].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_sigmoids_chosen_by_a_bias_from_groups_with_the_two_best(biased: bool, dtype: torch.dtype) -> None:
+    """The bias chooses and weighs nothing; sigmoids are renormalised over those chosen."""
+    bias = Draw(torch.float32, seed=4).uniform(-1.0, 1.0, 20).to(dtype)
+    arguments = grouped(dtype, norm_type=1, group_select_mode=1, **({"bias": bias} if biased else {}))
+    arguments["x"] = arguments["x"] - 2
+    weights, ids, every = call(GROUPED, arguments | {"out_flag": True})
+    for token, logits in enumerate(arguments["x"].double()):
+        scores = 1 / (1 + (-logits).exp())
+        choice = (scores + bias.double() if biased else scores).tolist()
+        sums = [sum(sorted(choice[5 * group : 5 * group + 5])[-2:]) for group in range(4)]
+        best = sorted(range(4), key=lambda group, sums=sums: -sums[group])[:2]
+        inside = [5 * group + i for group in best for i in range(5)]
+        chosen = sorted(inside, key=lambda expert, choice=choice: -choice[expert])[:3]
+        assert ids[token].tolist() == chosen
+        assert_close(weights[token], (2.5 * scores[chosen] / (scores[chosen].sum() + 1e-20)).to(dtype))
+        assert_close(every[token], scores, dtype=torch.float32)
+    assert_like(GROUPED, arguments)
+
+
 def test_equal_groups_and_experts_go_by_number() -> None:
     _, ids, _ = call(GROUPED, grouped(x=torch.zeros(1, 20)))
     assert ids.tolist() == [[0, 1, 2]]
@@ -285,8 +307,10 @@ def test_limits_of_choosing_by_groups() -> None:
     refused(GROUPED, good | {"x": good["x"].double()}, "float64")
     refused(GROUPED, good | {"x": good["x"][0]}, "1-dimensional")
     refused(GROUPED, good | {"renorm": 1}, "renorm is 1")
-    refused(GROUPED, good | {"norm_type": 1}, "norm_type 0")
-    refused(GROUPED, good | {"group_select_mode": 1}, "group_select_mode 0")
+    refused(GROUPED, good | {"norm_type": 2}, "norm_type is 2")
+    refused(GROUPED, good | {"group_select_mode": 2}, "group_select_mode is 2")
+    refused(GROUPED, good | {"bias": torch.zeros(20).bfloat16()}, "dtypes differ")
+    refused(GROUPED, good | {"bias": torch.zeros(4)}, "one an expert")
     refused(GROUPED, good | {"group_count": 3}, "make no 3 groups")
     refused(GROUPED, good | {"group_count": 10}, "groups have 2 experts")
     refused(GROUPED, good | {"k_group": 5}, "expected 1 to 4")
@@ -294,4 +318,4 @@ def test_limits_of_choosing_by_groups() -> None:
     refused(GROUPED, good | {"x": torch.zeros(1, 2049), "group_count": 1, "k_group": 1}, "at most 2048")
     refused(GROUPED, good | {"x": torch.zeros(1, 2000), "group_count": 100}, "exceed 2048")
     refused(GROUPED, good | {"x": good["x"][:0]}, "without tokens")
-    refused(GROUPED, good | {"bias": torch.zeros(20)}, "bias")
+    refused(GROUPED, good | {"input_ids": torch.zeros(9).long()}, "input_ids")

@@ -26,6 +26,8 @@ from tests.npu_reference.test_cache import valid as scatter
 from tests.npu_reference.test_conv import CONV
 from tests.npu_reference.test_conv import valid as conv
 from tests.npu_reference.test_delta import CHUNK, RECURRENT, chunked, recurrent
+from tests.npu_reference.test_hyper_connection import POST
+from tests.npu_reference.test_hyper_connection import valid as injected
 from tests.npu_reference.test_mla import UPDATE, parts
 from tests.npu_reference.test_moe import (
     GATING,
@@ -40,6 +42,11 @@ from tests.npu_reference.test_moe import (
 )
 from tests.npu_reference.test_norms import NORMS
 from tests.npu_reference.test_norms import valid as norm
+from tests.npu_reference.test_quant import BLOCKS, DYNAMIC, STATIC, SWIGLU, blocks, static
+from tests.npu_reference.test_quant_matmul import FUSED, fused, grouped_blocks, int4, product
+from tests.npu_reference.test_quant_matmul import MATMUL as PRODUCT
+from tests.npu_reference.test_quant_matmul import blocks as block_product
+from tests.npu_reference.test_quant_matmul import grouped as grouped_int8
 from tests.npu_reference.test_rotary import APPLY, INTERLEAVE, MUL, valid_apply, valid_interleave, valid_mul
 from tests.npu_reference.test_sparse import INDEXER
 from tests.npu_reference.test_sparse import valid as indexed
@@ -76,6 +83,8 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     (RECURRENT, recurrent([3, 2], [2, 2, 2, 0, 0])),
     (CHUNK, chunked([9, 4])),
     (CONV, conv()),
+    (POST, injected()),
+    (POST, injected(torch.float16, 2, 3, streams=8)),
     (GROUPED, grouped()),
     (GROUPED, grouped(torch.bfloat16, out_flag=True)),
     (GATING, {"x": torch.randn(5, 7), "k": 3, "renorm": 1}),
@@ -85,7 +94,26 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     (UNPERMUTE, unpermute()),
     (INDEXER, indexed()),
     (INDEXER, indexed(packed=True)),
+    (ROUTING, routing(quant_mode=1)),
+    (STATIC, static()),
+    (DYNAMIC, {"input": torch.zeros(3, 2, 40).half()}),
+    (SWIGLU, {"x": torch.zeros(5, 44).bfloat16(), "quant_mode": 1, "activate_left": True}),
+    (PRODUCT, product()),
+    (PRODUCT, product(torch.float16, pertoken_scale=None, bias=torch.zeros(10).int())),
+    (MATMUL, grouped_int8()),
+    (MATMUL, grouped_int8(torch.float16)),
+    (MATMUL, int4()),
+    *((BLOCKS, blocks(torch.zeros(5, width))) for width in (32, 40, 96, 4304)),
+    *((PRODUCT, block_product(width)) for width in (32, 40, 64, 96, 4304)),
+    (MATMUL, grouped_blocks()),
+    (FUSED, fused()),
 ]
+
+
+def target(name: str, arguments: dict[str, Any]) -> str:
+    """One that the call is documented for: 950, for some operators and for scales of blocks."""
+    blocked = arguments.get("scale_dtype") is not None
+    return "ascend950" if blocked or name in (CONV, POST, BLOCKS, FUSED) else "ascend910b"
 
 
 def unpacked() -> Path:
@@ -112,7 +140,7 @@ def real() -> list[Any]:
 @pytest.mark.parametrize("index", range(len(CALLS)), ids=[f"{at} {name}" for at, (name, _) in enumerate(CALLS)])
 def test_outputs_have_the_real_shapes(real: list[Any], index: int) -> None:
     name, arguments = CALLS[index]
-    with lowering.use(target="ascend950" if name == CONV else "ascend910b"):
+    with lowering.use(target=target(name, arguments)):
         ours = pytree.tree_map(Hollow.of, call(name, arguments))
     assert pytree.tree_map(shape, ours) == pytree.tree_map(shape, real[index])
 
