@@ -7,20 +7,40 @@ name table.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from params import TensorSpec
+from params.spec import Init
 from params.tree import tree, unchecked
 
 
 @tree
-class Linear:
-    """A weight."""
+class Weight:
+    """The weight of a norm, or a table."""
 
     weight: Any
+
+
+@tree
+class Linear:
+    """A projection."""
+
+    projections: ClassVar[tuple[str, ...]] = ("weight",)
+
+    weight: Any
+
+
+@tree
+class Experts:
+    """Stacked experts."""
+
+    projections: ClassVar[tuple[str, ...]] = ("gate_up", "down")
+
+    gate_up: Any
+    down: Any
 
 
 @tree
@@ -76,9 +96,14 @@ class Params:
     mtp: Any
 
 
-def linear(*shape: int, parts: tuple[int, ...] | None = None, init: str = "normal") -> Linear:
-    """A weight's spec."""
-    return unchecked(Linear, weight=TensorSpec(shape, init=init, parts=parts))  # type: ignore[arg-type]
+def linear(*shape: int, parts: tuple[int, ...] | None = None) -> Linear:
+    """A projection's spec."""
+    return unchecked(Linear, weight=TensorSpec(shape, parts=parts))
+
+
+def weight(*shape: int, init: Init = "normal") -> Weight:
+    """The spec of a norm or a table."""
+    return unchecked(Weight, weight=TensorSpec(shape, init=init))
 
 
 def soft_attention(config: Any) -> Node:
@@ -87,8 +112,8 @@ def soft_attention(config: Any) -> Node:
     parts = (2 * wide, narrow, narrow)
     return Node(
         qkv=linear(sum(parts), config.hidden_size, parts=parts),
-        q_norm=linear(config.head_dim, init="zeros"),
-        k_norm=linear(config.head_dim, init="zeros"),
+        q_norm=weight(config.head_dim, init="zeros"),
+        k_norm=weight(config.head_dim, init="zeros"),
         out=linear(config.hidden_size, wide),
     )
 
@@ -104,7 +129,7 @@ def delta_net(config: Any) -> Node:
         conv=TensorSpec((channels, config.linear_conv_kernel_dim), init="conv"),
         a_log=TensorSpec((heads,), init="log_uniform", dtype=torch.float32),
         dt_bias=TensorSpec((heads,), init="inverse_softplus", dtype=torch.float32),
-        norm=linear(config.linear_value_head_dim, init="ones"),
+        norm=weight(config.linear_value_head_dim, init="ones"),
         out=linear(config.hidden_size, values),
     )
 
@@ -119,7 +144,8 @@ def mixture(config: Any) -> Node:
     experts, inner, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
     return Node(
         router=linear(experts, hidden),
-        experts=Node(
+        experts=unchecked(
+            Experts,
             gate_up=TensorSpec((experts, 2 * inner, hidden)),
             down=TensorSpec((experts, hidden, inner)),
         ),
@@ -132,14 +158,14 @@ def layer(config: Any, attn: Node) -> Layer:
     """One decoder layer around `attn`."""
     sparse = hasattr(config, "num_experts")
     mlp = mixture(config) if sparse else dense(config.hidden_size, config.intermediate_size)
-    norm = linear(config.hidden_size, init="zeros")
+    norm = weight(config.hidden_size, init="zeros")
     return unchecked(Layer, input_norm=norm, attn=attn, post_norm=norm, mlp=mlp)
 
 
 def draft_head(config: Any) -> Mtp:
     """One full-attention layer over embedding and hidden state."""
     hidden = config.hidden_size
-    norm = linear(hidden, init="zeros")
+    norm = weight(hidden, init="zeros")
     return unchecked(
         Mtp,
         fc=linear(hidden, 2 * hidden),
@@ -155,9 +181,9 @@ def build_spec(config: Any, mtp: bool = False) -> Params:
     kinds = {"full_attention": soft_attention, "linear_attention": delta_net}
     return unchecked(
         Params,
-        embed=linear(config.vocab_size, config.hidden_size),
+        embed=weight(config.vocab_size, config.hidden_size),
         layers=tuple(layer(config, kinds[kind](config)) for kind in config.layer_types),
-        norm=linear(config.hidden_size, init="zeros"),
+        norm=weight(config.hidden_size, init="zeros"),
         head=None if config.tie_word_embeddings else linear(config.vocab_size, config.hidden_size),
         mtp=draft_head(config) if mtp else None,
     )
