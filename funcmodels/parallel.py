@@ -21,7 +21,12 @@ TIMEOUT = timedelta(minutes=5)
 
 
 def ranks_of(mesh: DeviceMesh, *, whole_experts: bool = False) -> Ranks:
-    """This rank of a mesh with one axis. With `whole_experts` ranks share out routed experts, not slices of each."""
+    """This rank of a mesh with one axis. With `whole_experts` ranks share out routed experts, not slices of each.
+
+    `TypeError` for what is no mesh, `ConfigError` for one with several axes.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh={mesh!r}: give a DeviceMesh of one axis, or the Ranks that ranks_of makes of one")
     if mesh.ndim != 1:
         raise ConfigError(f"a mesh of {mesh.ndim} axes {mesh.mesh_dim_names}; give one axis of it, as mesh['tp']")
     return Ranks(mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name, whole_experts)

@@ -138,7 +138,7 @@ def test_bundled_stands_for_the_directory_in_the_package(
     ("given", "kind", "message"),
     [
         ({"path_or_hub_id": "nowhere"}, fm.CheckpointError, "no directory nowhere"),
-        ({"mesh": "dp"}, ValueError, "cannot be sharded yet, found mesh='dp'"),
+        ({"mesh": "dp"}, TypeError, "mesh='dp': give a DeviceMesh of one axis"),
         ({"dtype": torch.int8}, fm.CheckpointError, "cannot have dtype"),
     ],
 )
