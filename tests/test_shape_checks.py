@@ -85,6 +85,17 @@ WRONG: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: attention(rotary=tokens(5, 2)),
         ["gated_attention: rotary: f32[5,2] is not tuple[Float[Tensor, 'tokens half'], Float[Tensor, 'tokens half']]"],
     ),
+    "of two shapes the one with as many axes": (
+        lambda: delta_rule(decay=tokens(5, 2, 3)),
+        ["gated_delta_rule: decay: axis 'k_dim' is 3, expected 4 as in q"],
+    ),
+    "beside another of two shapes": (
+        lambda: delta_rule(decay=tokens(5, 2, 4), beta=tokens(5, 3)),
+        [
+            "beta: axis 'v_heads' is 3, expected 2 as in v",
+            "decay: f32[5,2,4] for Float[Tensor, 'tokens v_heads k_dim']",
+        ],
+    ),
     "width of a layer": (
         lambda: attention(x=tokens(5, 40)),
         ["lowering.ops.linear.linear: weight: axis 'inputs' is 32, expected 40 as in x"],
@@ -94,6 +105,13 @@ WRONG: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["gated_attention: x: shape is [1, 5, 32], expected 2 axes: tokens hidden"],
     ),
 }
+
+
+def delta_rule(**changes: Any) -> Any:
+    """The gated delta rule of two rows, 3 and 2 tokens, with some arguments replaced."""
+    given = {"q": tokens(5, 2, 4), "k": tokens(5, 2, 4), "v": tokens(5, 2, 6), "decay": -tokens(5, 2).abs()}
+    given |= {"beta": tokens(5, 2), "state": None, "query_start": START}
+    return ops.gated_delta_rule(*(given | changes).values(), max_query=3, uniform=False, keep_steps=False)
 
 
 def attention(**changes: Any) -> Tensor:

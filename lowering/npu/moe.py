@@ -1,6 +1,6 @@
 """Mixture of experts: routing in one operator; experts as a sort of the rows, two grouped products and a weighted sum.
 
-The operators are npu_moe_gating_top_k_softmax_v2, or npu_moe_gating_top_k for experts in groups, then
+The operators are npu_moe_gating_top_k_softmax_v2, or npu_moe_gating_top_k for experts in groups and for sigmoids, then
 npu_moe_init_routing_v2, npu_grouped_matmul, npu_swiglu and npu_moe_token_unpermute. Rows are token-major: row
 i * choices + j is choice j of token i. Group sizes are counts, on the device.
 """
