@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,7 +27,6 @@ class _Projection:
     bias: Any
 
 
-@dataclass(frozen=True)
 class _ModuleNames(Names):
     """Names of one module, to which the rest of a checkpoint is nothing."""
 
