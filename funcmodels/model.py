@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 import params as checkpoints
-from lowering import host_side
+from lowering import host_side, ops
 from lowering.layouts import LAYOUTS
 from params.errors import ConfigError
 from params.names import deepseek_v2 as deepseek_v2_names
@@ -145,6 +146,10 @@ class Model:
         made = replace(self, ranks=ranks)
         made.param_spec()
         return made
+
+    def agreed(self, x: Tensor) -> Tensor:
+        """`x` as the first rank has it, on all of them: what is decided once must not hang on a rank's last bit."""
+        return x if self.ranks is None else ops.from_first(x, group=self.ranks.group)
 
     def init_params(self, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
         """Random parameters, the same for the same seed whatever else the tree holds, and for any number of ranks."""

@@ -107,7 +107,7 @@ class Step:
         live: `settled` puts that right.
         """
         out, new = self.model.forward(params, state, batch, logits="last", outputs=self.outputs)
-        drawn = sample(out.logits, keys.sampling, keys.numbers, new.lengths, counts)
+        drawn = self.model.agreed(sample(out.logits, keys.sampling, keys.numbers, new.lengths, counts))
         return drawn, out, replace(new, lengths=torch.where(keys.live, new.lengths, state.lengths))
 
 

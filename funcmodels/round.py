@@ -87,13 +87,17 @@ class Round:
         """
         options: dict[str, Any] = {"noise": DraftNoise(sampling, requests)} if drawn else {}
         proposal, drafted = self.draft.propose(params, drafted, carry, steps, **options)
+        proposal = replace(proposal, tokens=self.model.agreed(proposal.tokens))
         window = proposal.batch(state)
         outputs = outputs_for(self.draft)
         out, pending = self.model.forward(model_params(params), state, window, outputs=outputs, keep_steps=True)
         verdict = verify(out, proposal, sampling, requests, counts)
-        accepted = torch.minimum(verdict.accepted, most.to(verdict.accepted))
+        tokens, accepted = self.model.agreed(torch.cat((verdict.tokens, verdict.accepted[:, None]), 1)).split(
+            (steps + 1, 1), 1
+        )
+        accepted = torch.minimum(accepted[:, 0], most.to(accepted))
         places = torch.arange(steps + 1, device=accepted.device)
-        verdict = Verdict(torch.where(places < accepted[:, None], verdict.tokens, -1), accepted)
+        verdict = Verdict(torch.where(places < accepted[:, None], tokens, -1), accepted)
         state = commit(pending, accepted)
         drafted, carry = self.draft.extend(params, drafted, out, window, verdict.tokens, carry)
         return verdict, state, drafted, carry

@@ -46,11 +46,13 @@ def main() -> None:
     (args.out / "README.md").write_text(card(args.data, figures))
 
 
-def acceptance(model: fm.Model, params: Any, data: train.Data) -> dict[str, Any]:
+def acceptance(
+    model: fm.Model, params: Any, data: train.Data, draft: Any = "mtp", steps: int | None = None
+) -> dict[str, Any]:
     """Tokens a round of greedy speculation on held-out text, and the share of rounds that took each draft."""
     starts = np.random.Generator(np.random.Philox(0)).integers(len(data.held_out) - DRAFT_PROMPT, size=DRAFT_PROMPTS)
     prompts = [data.held_out[start : start + DRAFT_PROMPT].tolist() for start in starts]
-    results = fm.generate(model, params, prompts, DRAFT_NEW, draft="mtp")
+    results = fm.generate(model, params, prompts, DRAFT_NEW, draft=draft, draft_steps=steps)
     rounds = sum(result.rounds for result in results)
     places = zip(*(result.accepted for result in results if result.accepted), strict=True)
     shares = [sum(place) / rounds for place in places]

@@ -116,7 +116,7 @@ def _init(config: BlockConfig) -> Init:
 
 def with_context(params: BlockParams) -> BlockParams:
     """The parameters with `context`, to draft with."""
-    layers = [layer.attn for layer in params.layers]
+    layers: list[Any] = [layer.attn for layer in params.layers]  # plain weights: a draft is loaded unquantised
     rows = torch.cat([attn.qkv.weight[attn.out.weight.shape[1] :] for attn in layers])
     norms = torch.stack([wide(attn.k_norm.weight) + isinstance(attn.k_norm, GemmaNorm) for attn in layers])
     return put(params, "context", ContextWeights(Linear(rows), norms))
@@ -151,7 +151,8 @@ def block_hidden(
         mixed = rearrange(ops.linear(normed, layer.attn.qkv.weight), "tokens (heads dim) -> tokens heads dim", **sizes)
         q, k, v = mixed.split((heads, kv_heads, kv_heads), 1)
         q, k = _normed(layer.attn.q_norm, q, eps), _normed(layer.attn.k_norm, k, eps)
-        y = attend(index, *ops.rotary(q, k, *angles), v)
+        q, k = ops.rotary(q, k, *angles)
+        y = attend(index, q, k, v)
         normed, x = _add_normed(layer.post_norm, ops.linear(y.flatten(1), layer.attn.out.weight), x, eps)
         normed, x = _add_normed(next_norm, mlp(layer.mlp, normed), x, eps)
     return normed

@@ -110,7 +110,7 @@ def _kinds(named: Mapping[str, Any], linear: Mapping[str, Any], layers: int) -> 
     dense = named.get("first_k_dense_replace", 1)
     if named.get("mlp_layer_types") is None and isinstance(dense, int):
         found["mlp_layer_types"] = [DENSE if index < dense else SPARSE for index in range(layers)]
-    numbers = {kind: linear.get(name) for kind, name in ((LINEAR, "kda_layers"), (FULL, "full_attn_layers"))}
+    numbers: dict[str, Any] = {LINEAR: linear.get("kda_layers"), FULL: linear.get("full_attn_layers")}
     if not all(isinstance(ids, (list, tuple)) for ids in numbers.values()):
         return found, []
     places = [layer for ids in numbers.values() for layer in ids]

@@ -1,4 +1,4 @@
-"""Faster Torch kernels, where a reference is slow. Same file names as `ops/`."""
+"""Faster Torch kernels, where a reference is slow. Same file names as `ops/`; `kda` is more of `delta`."""
 
 from . import attention, delta, kda, linear, mla, moe, quant, sampling, sharded, short_conv, sparse
 

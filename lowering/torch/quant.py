@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float32, Int
 from torch import Tensor
 
 from params.quant.rounding import int8_tokens, mxfp8, static_int8
@@ -26,6 +27,7 @@ from params.quant.values import (
 )
 from params.tree import static, tree
 
+from ..host import tracing
 from ..ops.linear import linear
 from ..ops.mlp import swiglu
 from ..ops.moe import experts
@@ -38,6 +40,13 @@ INT8 = (Int8Weight, StaticInt8Weight, Int4Weight)
 OF_EXPERTS = (Int8Weight, Int4Weight, MXFP8Weight)
 FEWEST_ROWS = 17
 """Rows that CUDA's product of int8 needs."""
+SMALLEST = 2**20
+"""Elements from which on a packed int8 weight is faster than a plain one, but for a single row.
+
+Source: one core of an AMD EPYC, microseconds packed / plain. 4096 x 4096: 1100 / 500 for 1 row, 1300 / 6100 for 2 to 8,
+6100 / 10700 for 64, 40000 / 44000 for 512. 7168 x 1024: 149 / 110, 152 / 610 for 2, 430 / 1000 for 8, as much for 512.
+1024 x 1024: 45 / 19, 45 / 92, 70 / 120, as much for 512. `tests/bench/bench_quant.py` measures them again.
+"""
 
 
 @linear.kernel("split", targets=EVERY, weights=(SplitWeight,))
@@ -86,7 +95,7 @@ def _refuse_int8_on_cuda(x, weight) -> str | None:
     return _wrong_width(x, weight) or _lacking_on_cuda(weight)
 
 
-def _int8_form(weight: Any) -> QuantizedWeight | None:
+def _int8_form(weight: Any) -> Any:
     """What the product reads: int8 for int4, in twice its bytes, and float32 for a scale's bits; None for any other."""
     if isinstance(weight, Int4Weight):
         scale = weight.scale if weight.second_scale is None else weight.second_scale * weight.scale
@@ -98,9 +107,96 @@ def _int8_form(weight: Any) -> QuantizedWeight | None:
 def _int8_product(rows: Tensor, values: Tensor) -> Tensor:
     """rows @ values.T in int32."""
     if not rows.is_cuda:
-        return torch._int_mm(rows, values.T)
+        return _int8_operator(rows, values) if tracing() else torch.ops.aten._int_mm(_dense(rows), _dense(values).T)
     padding = max(0, FEWEST_ROWS - rows.shape[0])
-    return torch._int_mm(F.pad(rows, (0, 0, 0, padding)), values.T)[: rows.shape[0]]
+    return torch.ops.aten._int_mm(F.pad(rows, (0, 0, 0, padding)), values.T)[: rows.shape[0]]
+
+
+def _dense(x: Tensor) -> Tensor:
+    """With the strides of its shape: the product takes any that an axis of length one has at its word."""
+    return x.contiguous().as_strided(x.shape, (x.shape[1], 1))
+
+
+@torch.library.custom_op("funcmodels::int8_product", mutates_args=(), schema="(Tensor rows, Tensor values) -> Tensor")
+def _int8_operator(rows: Tensor, values: Tensor) -> Tensor:
+    # Inductor gives axes of length one strides of its own.
+    return torch.ops.aten._int_mm(_dense(rows), _dense(values).T)
+
+
+@_int8_operator.register_fake
+def _int8_product_of_shapes(rows: Tensor, values: Tensor) -> Tensor:
+    return rows.new_empty((rows.shape[0], values.shape[0]), dtype=torch.int32)
+
+
+@tree
+class PackedInt8(PreparedWeight):
+    """An int8 weight [outputs inputs] in oneDNN's layout, which it need not make at every call, and its scales.
+
+    `zeros` [outputs] are offsets that the weight does not have.
+    """
+
+    kernels = ("torch_int8_packed",)
+
+    packed: Tensor
+    scale: Float32[Tensor, " outputs"]
+    zeros: Int[Tensor, " outputs"]
+    shape: tuple[int, int] = static()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weight lies."""
+        return self.packed.device
+
+    def static_key(self) -> tuple[object, ...]:
+        """What a choice of kernel may depend on."""
+        return PackedInt8, self.shape
+
+
+def _pack_int8(weight: Any) -> PackedInt8 | QuantizedWeight | None:
+    """The packed weight; of one that is small, or that the product of int8 does not take, what `torch_int8` reads."""
+    form = _int8_form(weight)
+    weight = form or weight
+    if _lacking_on_cpu(weight) or weight.values.numel() < SMALLEST or weight.device.type != "cpu":
+        return form
+    packed = torch.ops.onednn.qlinear_prepack(weight.values, None)
+    outputs, inputs = weight.shape
+    zeros = torch.zeros(outputs, dtype=torch.int64)
+    return PackedInt8(packed, weight.scale[:, 0].contiguous(), zeros, (outputs, inputs))
+
+
+def _refuse_packed(x, weight) -> str | None:
+    if isinstance(weight, PackedInt8):
+        return _wrong_width(x, weight)
+    return f"takes a packed weight; lowering.prepare(params) packs those of {SMALLEST} elements or more"
+
+
+def _packed_product(rows: Tensor, packed: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
+    """rows @ values.T, times each output's scale, in float32."""
+    # It wants activations without sign: their offset is taken out of the sums, in integers.
+    unsigned = _dense(rows).view(torch.uint8) ^ 128
+    return torch.ops.onednn.qlinear_pointwise(
+        unsigned, 1.0, 128, packed, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+
+
+_packed_operator = torch.library.custom_op(
+    "funcmodels::packed_int8_product", _packed_product, mutates_args=(),
+    schema="(Tensor rows, Tensor packed, Tensor scale, Tensor zeros) -> Tensor",
+)  # fmt: skip
+_packed_operator.register_fake(
+    lambda rows, packed, scale, zeros: rows.new_empty((rows.shape[0], scale.shape[0]), dtype=torch.float32)
+)
+
+
+@linear.kernel(
+    "torch_int8_packed", targets=("cpu",), refuse=_refuse_packed, batches=False, differentiable=False,
+    prepare=_pack_int8, weights=(Int8Weight, Int4Weight),
+)  # fmt: skip
+def _int8_packed(x, weight):
+    rows, scale = int8_tokens(x.reshape(-1, x.shape[-1]))
+    product = _packed_operator if tracing() else _packed_product
+    y = product(rows, weight.packed, weight.scale, weight.zeros).to(wide_dtype(x)).mul_(scale)
+    return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
 @linear.kernel(
@@ -116,10 +212,10 @@ def _int8(x, weight):
     rows, dtype = x.reshape(-1, x.shape[-1]), wide_dtype(x)
     if isinstance(weight, StaticInt8Weight):
         rows = static_int8(rows, weight.input_scale, weight.input_offset)
-        y = (_int8_product(rows, weight.values) + weight.correction).to(dtype) * weight.product_scale()
+        y = (_int8_product(rows, weight.values) + weight.correction).to(dtype).mul_(weight.product_scale())
     else:
         rows, scale = int8_tokens(rows)
-        y = _int8_product(rows, weight.values).to(dtype) * weight.scale[:, 0] * scale
+        y = _int8_product(rows, weight.values).to(dtype).mul_(weight.scale[:, 0]).mul_(scale)
     return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
@@ -157,7 +253,12 @@ def _matrix(weight: Any) -> MXMatrix | None:
     """An MX weight decoded; None for others."""
     if not isinstance(weight, MXFP8Weight):
         return None
-    return MXMatrix(mx_values(weight.values, weight.scale).to(torch.bfloat16), weight.padding)
+    decoded = _decode_operator if tracing() else _decoded
+    return MXMatrix(decoded(weight.values, weight.scale), weight.padding)
+
+
+def _decoded(values: Tensor, scale: Tensor) -> Tensor:
+    return mx_values(values, scale).to(torch.bfloat16)
 
 
 _PRODUCTS = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
@@ -166,13 +267,29 @@ _PRODUCTS = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
 
 def _mx_rows(x: Tensor, padding: tuple[int, int]) -> Tensor:
     """x as MX numbers, in the dtype of the product."""
-    numbers = mx_values(*mxfp8(F.pad(x, padding), "half_even"))
-    return numbers.to(_PRODUCTS.get(x.dtype, torch.float64))
+    x = F.pad(x, padding)
+    return _rows_operator(x) if tracing() else _rounded_rows(x)
+
+
+def _rounded_rows(x: Tensor) -> Tensor:
+    return mx_values(*mxfp8(x, "half_even")).to(_PRODUCTS.get(x.dtype, torch.float64))
+
+
+# Torch 2.13's Inductor decodes some shapes of float8 wrongly, so that a captured program calls what it cannot fuse.
+_decode_operator = torch.library.custom_op(
+    "funcmodels::mx_matrix", _decoded, mutates_args=(), schema="(Tensor values, Tensor scale) -> Tensor"
+)
+_rows_operator = torch.library.custom_op(
+    "funcmodels::mx_rows", _rounded_rows, mutates_args=(), schema="(Tensor x) -> Tensor"
+)
+_decode_operator.register_fake(lambda values, scale: torch.empty_like(values, dtype=torch.bfloat16))
+_rows_operator.register_fake(lambda x: torch.empty_like(x, dtype=_PRODUCTS.get(x.dtype, torch.float64)))
 
 
 @linear.kernel(
-    "torch_mxfp8", targets=EVERY, refuse=_wrong_width, differentiable=False, prepare=_matrix, weights=(MXFP8Weight,)
-)
+    "torch_mxfp8", targets=EVERY, refuse=_wrong_width, batches=False, differentiable=False, prepare=_matrix,
+    weights=(MXFP8Weight,),
+)  # fmt: skip
 def _mxfp8(x, weight):
     matrix = _matrix(weight) or weight
     rows = _mx_rows(x, matrix.padding)
@@ -289,4 +406,4 @@ def _values(sums: Tensor, expert: Tensor, weight: Any, scale: Tensor | None, dty
     if scale is None:
         return sums.to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return (sums.to(wide) * weight.scale[expert, :, 0] * scale).to(dtype)
+    return sums.to(wide).mul_(weight.scale[expert, :, 0]).mul_(scale).to(dtype)

@@ -26,6 +26,8 @@ CACHED = 1
 """The same, for each thread, where they are gathered into one buffer again and again, to stay in its cache."""
 SHARED = 32
 """Queries of a row that stand together and share products with all the keys that any of them selects, or may see."""
+FEWER = 0.7
+"""Which part of the keys they may see these are at most, to be copied for the product."""
 WORTH = (3.0, 3.5)
 """How many times as many keys as one query selects such a product may take, to beat gathering them query by query: keys
 of 16 bits, which take half the time to gather, and of 32."""
@@ -148,22 +150,25 @@ def _seeing_few(queries: int, length: int, selected: int, most: int) -> int:
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float) -> Tensor:
-    """Attention of a row's tokens, q [queries heads dim], over all keys up to the last, k and v [keys kv_heads dim]."""
+    """Attention of a row's tokens, q [queries heads dim], over the keys up to the last, k and v [keys kv_heads dim]."""
     outputs, before = [], k.shape[0] - q.shape[0]
-    keys, values = wide(k).permute(1, 2, 0), wide(v).transpose(0, 1)
+    k, v = wide(k), wide(v)
     for part, some in zip(q.split(SHARED), selected.split(SHARED), strict=True):
         before += part.shape[0]
         unselected = _unselected(some, before)
-        outputs.append(_product(part, keys[..., :before], values[:, :before], unselected, scale))
+        keys, values, union = k[:before], v[:before], _union(unselected)
+        if union.numel() < FEWER * before:
+            keys, values, unselected = keys[union], values[union], unselected[:, union]
+        outputs.append(_product(part, keys, values, unselected, scale))
     return torch.cat(outputs)
 
 
-def _product(q: Tensor, keys: Tensor, values: Tensor, unselected: Tensor, scale: float) -> Tensor:
-    """Attention of tokens, q [queries heads dim], over keys [kv_heads dim keys] not `unselected` [queries keys]."""
-    heads = (wide(_grouped(q, keys.shape[0])) * scale).permute(1, 2, 0, 3)
-    scores = torch.bmm(heads.flatten(1, 2), keys).unflatten(1, heads.shape[1:3])
+def _product(q: Tensor, k: Tensor, v: Tensor, unselected: Tensor, scale: float) -> Tensor:
+    """Attention of tokens, q [queries heads dim], over keys [keys kv_heads dim] not `unselected` [queries keys]."""
+    heads = (wide(_grouped(q, k.shape[1])) * scale).permute(1, 2, 0, 3)
+    scores = torch.bmm(heads.flatten(1, 2), k.permute(1, 2, 0)).unflatten(1, heads.shape[1:3])
     weights = scores.masked_fill_(unselected, -torch.inf).softmax(-1)
-    y = torch.bmm(weights.flatten(1, 2), values).unflatten(1, heads.shape[1:3])
+    y = torch.bmm(weights.flatten(1, 2), v.transpose(0, 1)).unflatten(1, heads.shape[1:3])
     # Where nothing is selected there are no weights.
     y = y.masked_fill_(unselected.all(-1)[:, None], 0)
     return rearrange(y, "kv_heads shared queries dim -> queries (kv_heads shared) dim").to(q.dtype)
@@ -174,6 +179,11 @@ def _unselected(selected: Tensor, keys: int) -> Tensor:
     without = torch.ones(selected.shape[0], keys + 1, dtype=torch.bool, device=selected.device)
     # Entries of -1 fall on a column of their own.
     return without.scatter_(1, torch.where(selected < 0, keys, selected).long(), False)[:, :keys]
+
+
+def _union(unselected: Tensor) -> Tensor:
+    """The keys that any query selects, in order."""
+    return (~unselected.all(0)).nonzero()[:, 0]
 
 
 @dataclass(frozen=True)
@@ -197,7 +207,7 @@ class _Row:
     def _shared(self, q: Tensor, selected: Tensor, scale: float) -> Tensor | None:
         """None where too many keys are selected between them, or a value among those is not finite."""
         unselected = _unselected(selected, self.length)
-        union = (~unselected.all(0)).nonzero()[:, 0]
+        union = _union(unselected)
         # The fewer share a copy, the more of it falls to each.
         if union.numel() > self.most * q.shape[0] / (q.shape[0] + 2):
             return None
@@ -205,7 +215,7 @@ class _Row:
         k, v = (wide(pages.flatten(0, 1).index_select(0, slots).to(q.dtype)) for pages in (self.k_pages, self.v_pages))
         if not bool(v.isfinite().all()):
             return None
-        return _product(q, k.permute(1, 2, 0), v.transpose(0, 1), unselected[:, union], scale)
+        return _product(q, k, v, unselected[:, union], scale)
 
 
 def _slots(places: Tensor, table: Tensor, page_size: int) -> Tensor:

@@ -1,12 +1,13 @@
 """One sparse attention layer at published widths: ours, ours dense, and transformers', on the same weights and tokens.
 
-    python -m tests.bench.bench_qsa [--quick] [--threads N] [--dtype f32] [--lengths 1024 4096] [--theirs 4096]
+    python -m tests.bench.bench_qsa [--quick] [--ops] [--threads N] [--dtype f32] [--lengths 1024 4096] [--theirs 4096]
 
-Prints a line a prompt length: seconds of the whole layer (hyper-connections, attention, 16 experts of which each token
-takes 10) through our sparse attention, through ours with a budget that no row exceeds, and through transformers', up to
+Prints the memory that the longest prompt took at its peak, and decoding after it, sparse and dense; then a line for
+each prompt length: seconds of the whole layer (hyper-connections, attention, 16 experts of which each token takes 10)
+through our sparse attention, through ours with a budget that no row exceeds, and through transformers', up to
 `--theirs` tokens, whose loop over queries takes long; beside them the projections and experts alone, which all three
-share. Then the selection alone against transformers' indexer, decoding after the longest prompt, sparse and dense, and
-the memory that the longest prompt took at its peak.
+share. Then, of the ops alone: selection, attention to what it selects of random keys, which neighbours hardly share,
+attention to blocks that drift from token to token, and dense attention.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from transformers.utils import logging
 import funcmodels as fm
 import params as checkpoints
 from lowering import ops
+from lowering.host import HostLengths
 from tests.bench.timing import best
 
 logging.set_verbosity_error()
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
-PAGE = 128
+PAGE, RATIO = 128, 4
 LENGTHS = (1024, 4096, 8192, 16384)
 
 
@@ -100,27 +102,76 @@ def shared(layer: Layer, tokens: int) -> float:
     return sum(best(1, *sides, lambda: mlp(x[None])))
 
 
-def selection(layer: Layer, tokens: int) -> list[float]:
-    """Seconds from index heads to selected tokens, ours and transformers' indexer whole."""
-    dtype, dim, ratio = layer.dtype, 128, 4
-    start = torch.tensor([0, tokens], dtype=torch.int32)
-    pages = tokens // PAGE + 1
-    table, lengths = torch.arange(1, pages, dtype=torch.int32)[None], start[1:]
-    raw_pages, index_pages = (torch.zeros(pages, size, dim, dtype=dtype) for size in (PAGE, PAGE // ratio))
-    q, raw, norm = (torch.randn(*shape).to(dtype) for shape in ((tokens, 4, dim), (tokens, dim), (dim,)))
-    slots = torch.arange(tokens) + PAGE
+@dataclass
+class Ops:
+    """The ops of one layer over one row of random keys and index keys, at published widths."""
 
-    def ours() -> Tensor:
-        where = (table, lengths, start)
-        ops.index_keys(raw_pages, index_pages, raw, norm, slots, *where, eps=1e-6, rotary_dim=64, theta=1e7)
-        found = ops.index_scores_topk(q, index_pages, *where, max_query=tokens, uniform=True, ratio=ratio, top_k=512)
-        return ops.expand_blocks(found, *where[1:], ratio=ratio)
+    dtype: torch.dtype
+    tokens: int
+    blocks: Tensor = field(init=False)
 
-    indexer = layer.theirs.model.layers[0].self_attn.indexer
-    x = torch.randn(1, tokens, 2560).to(dtype)
+    def __post_init__(self) -> None:
+        pages, generator = self.tokens // PAGE + 1, torch.Generator().manual_seed(self.tokens)
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(self.dtype)
+
+        self.pools = drawn(pages, PAGE, 2, 256), drawn(pages, PAGE, 2, 256)
+        self.index = (
+            torch.zeros(pages, PAGE, 128, dtype=self.dtype),
+            torch.zeros(pages, PAGE // RATIO, 128).to(self.dtype),
+        )
+        self.q, self.index_q = drawn(self.tokens, 24, 256), drawn(self.tokens, 4, 128)
+        self.raw, self.norm = drawn(self.tokens, 128), drawn(128)
+        self.start = torch.tensor([0, self.tokens], dtype=torch.int32)
+        self.where = torch.arange(1, pages, dtype=torch.int32)[None], self.start[1:], self.start
+        self.hints: dict[str, Any] = {"max_query": self.tokens, "uniform": True}
+        self.select()
+
+    def select(self) -> None:
+        """From index heads to blocks."""
+        slots = torch.arange(self.tokens) + PAGE
+        ops.index_keys(*self.index, self.raw, self.norm, slots, *self.where, eps=1e-6, rotary_dim=64, theta=1e7)
+        self.blocks = ops.index_scores_topk(
+            self.index_q, self.index[1], *self.where, **self.hints, ratio=RATIO, top_k=512
+        )
+
+    def sparse(self) -> Tensor:
+        """Attention to the tokens of the blocks selected."""
+        places = ops.expand_blocks(self.blocks, *self.where[1:], ratio=RATIO)
+        return ops.sparse_attention(self.q, *self.pools, places, *self.where, scale=1 / 16)
+
+    def dense(self) -> Tensor:
+        """Attention to all."""
+        table = tuple(map(tuple, self.where[0].tolist()))
+        host = HostLengths((self.tokens,), (self.tokens,), table, True)
+        return ops.paged_attention(self.q, *self.pools, *self.where, host, **self.hints, scale=1 / 16)
+
+    def drift(self) -> None:
+        """Other blocks: at the end of the row each token has all but ten of those of the token before it."""
+        count = self.tokens // RATIO
+        ranks, numbers = torch.rand(count, generator=torch.Generator().manual_seed(1)), torch.arange(count)
+        for at in torch.arange(self.tokens).split(256):
+            ahead = (ranks - at[:, None] * (10 / count)) % 1
+            ahead.masked_fill_(numbers >= (at[:, None] + 1) // RATIO, torch.inf)
+            nearest = ahead.topk(min(512, count), largest=False)
+            self.blocks[at, : nearest.indices.shape[1]] = torch.where(nearest.values < 1, nearest.indices, -1).int()
+
+
+def measured(dtype: torch.dtype, tokens: int) -> tuple[float, float, float, float]:
+    """Seconds of selection, attention to what it selects of random keys, attention to blocks that drift, and dense."""
+    one = Ops(dtype, tokens)
+    select, sparse, dense = best(1, one.select, one.sparse, one.dense)
+    one.drift()
+    return select, sparse, best(1, one.sparse)[0], dense
+
+
+def indexer(layer: Layer, tokens: int) -> float:
+    """Seconds of transformers' indexer."""
+    x = torch.randn(1, tokens, 2560).to(layer.dtype)
     angles = layer.theirs.model.rotary_emb(x, torch.arange(tokens).expand(3, 1, -1))
     mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril()
-    return best(1, ours, lambda: indexer(x, angles, mask, None))
+    return best(1, lambda: layer.theirs.model.layers[0].self_attn.indexer(x, angles, mask, None))[0]
 
 
 def decode(layer: Layer, state: fm.State, rounds: int) -> list[float]:
@@ -133,11 +184,51 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+def whole(asked: argparse.Namespace) -> None:
+    """Print what a layer takes."""
+    layer = Layer(DTYPES[asked.dtype])
+    before, longest = peak(), max(asked.lengths)
+    # First of all, since what a process held at most never falls again.
+    state = layer.ours(layer.sparse, layer.empty(longest), layer.prompt(longest))
+    print(f"prefill of {longest}: peak memory {peak():.2f} GiB, of which weights and imports {before:.2f} GiB")
+    sparse, dense = decode(layer, state, 5)
+    print(f"decode after {longest}: sparse {1e3 * sparse:.2f} ms, dense {1e3 * dense:.2f} ms ({dense / sparse:.2f}x)")
+    times: dict[int, float] = {}
+    for tokens in asked.lengths:
+        sparse, dense, *theirs = prefill(layer, tokens, asked.theirs, asked.rounds)
+        times[tokens] = sparse
+        against = f", transformers {theirs[0]:.2f} ({theirs[0] / sparse:.2f}x)" if theirs else ""
+        print(
+            f"prefill {tokens:6d}: sparse {sparse:.2f}, dense {dense:.2f} ({dense / sparse:.2f}x){against}; "
+            f"projections and experts alone {shared(layer, tokens):.2f}{growth(times, tokens)}"
+        )
+        if tokens <= asked.theirs:
+            print(f"transformers' indexer {tokens:6d}: {indexer(layer, tokens):.2f}")
+
+
+def alone(asked: argparse.Namespace) -> None:
+    """Print what the ops take."""
+    times: dict[int, float] = {}
+    for tokens in asked.lengths:
+        select, sparse, drifting, dense = measured(DTYPES[asked.dtype], tokens)
+        times[tokens] = select + sparse
+        print(
+            f"ops {tokens:6d}: selection {select:.2f}, attention {sparse:.2f}, to blocks that drift {drifting:.2f}, "
+            f"dense {dense:.2f} ({dense / (select + sparse):.2f}x){growth(times, tokens)}"
+        )
+
+
+def growth(times: dict[int, float], tokens: int) -> str:
+    """Against half as many tokens, where these were measured."""
+    return f"; {times[tokens] / times[tokens // 2]:.2f}x of {tokens // 2}" if tokens // 2 in times else ""
+
+
 @torch.no_grad()
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="1024 tokens only")
+    parser.add_argument("--ops", action="store_true", help="the ops only, without the layer around them")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=DTYPES, default="f32")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
@@ -145,29 +236,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
-    layer = Layer(DTYPES[asked.dtype])
-    lengths = asked.lengths[:1] if asked.quick else asked.lengths
+    asked.lengths = asked.lengths[:1] if asked.quick else asked.lengths
     print(f"one layer, {asked.dtype}, {asked.threads} thread(s), seconds")
-    before, longest = peak(), max(lengths)
-    # First of all, since what a process held at most never falls again.
-    state = layer.ours(layer.sparse, layer.empty(longest), layer.prompt(longest))
-    print(f"prefill of {longest}: peak memory {peak():.2f} GiB, of which weights and imports {before:.2f} GiB")
-    sparse, dense = decode(layer, state, 5)
-    print(f"decode after {longest}: sparse {1e3 * sparse:.2f} ms, dense {1e3 * dense:.2f} ms ({dense / sparse:.2f}x)")
-    times: dict[int, float] = {}
-    for tokens in lengths:
-        sparse, dense, *theirs = prefill(layer, tokens, asked.theirs, asked.rounds)
-        times[tokens] = sparse
-        against = f", transformers {theirs[0]:.2f} ({theirs[0] / sparse:.2f}x)" if theirs else ""
-        print(
-            f"prefill {tokens:6d}: sparse {sparse:.2f}, dense {dense:.2f} ({dense / sparse:.2f}x){against}; "
-            f"projections and experts alone {shared(layer, tokens):.2f}"
-        )
-        if tokens <= asked.theirs:
-            ours, indexer = selection(layer, tokens)
-            print(f"selection {tokens:4d}: {ours:.3f}, transformers {indexer:.3f} ({indexer / ours:.1f}x)")
-        if tokens // 2 in times:
-            print(f"from {tokens // 2} to {tokens} tokens: {times[tokens] / times[tokens // 2]:.2f}x")
+    if not asked.ops:
+        whole(asked)
+    alone(asked)
 
 
 if __name__ == "__main__":

@@ -154,9 +154,10 @@ def test_a_round_waits_for_nothing(target: str | None) -> None:
         now: Any = (run.state, run.drafted, carry)
         sampling = fm.RowSampling.of([fm.Sampling(0.8, seed=row) for row in range(ROWS)], "meta")
         rest = (sampling, torch.arange(ROWS, device="meta"), torch.full((ROWS,), 2, device="meta"))
+        plainly: Any = Round(run.model, run.head).run
         for _ in range(3):
             with NoSync():
-                _, *now = Round(run.model, run.head).run(run.params, *now, *rest, drawn=True)
+                _, *now = plainly(run.params, *now, *rest, drawn=True)
     assert now[0].host.lengths == now[1].host.lengths == (17, 13, 15)
 
 

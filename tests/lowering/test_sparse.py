@@ -17,6 +17,7 @@ import lowering
 from lowering import OPS, Policy, ops
 from lowering.host import HostLengths
 from lowering.ops.sparse import as_pages, selects_all
+from lowering.torch import sparse
 from tests.tolerances import assert_close
 
 SCORES = ("torch", "torch_rows", "torch_blocked")
@@ -362,6 +363,32 @@ def test_what_is_not_selected_may_hold_anything(kernel: str, value: float) -> No
     assert not dirty[7].any() and not dirty[30].any() and bool(dirty[8].any())
     assert_close(dirty, clean, length=16)
     assert_close(newest, clean[-2:], length=16)
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.6, 3.0])
+def test_neighbours_that_choose_alike_share_their_keys(drift: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One copy for all of them where index queries hardly change from token to token; else each gathers its own."""
+    rows = Rows(Sizes(), [200, 170], seed=9)
+    for qi in rows.qi:
+        qi[...] = qi[:1] + drift * qi
+    gathered: list[int] = []
+    plain = sparse._gathered
+
+    def counted(q: Tensor, *args: Any) -> Tensor:
+        gathered.append(q.shape[0])
+        return plain(q, *args)
+
+    monkeypatch.setattr(sparse, "_gathered", counted)
+    with lowering.use(sparse_attention="torch_rows"):
+        for counts in ([130, 120], [66, 0], [3, 49], [1, 1]):
+            chunk = rows.chunk(counts)
+            _, places, y = rows.attended(chunk)
+            for token, (row, place) in enumerate(chunk["at"]):
+                right = rows.output(row, place, sorted(filled(places[token])))
+                assert_close(y[token].double(), right, dtype=torch.float32, length=15)
+    # The last call has one token a row; the others begin within what is worth sharing with all keys.
+    assert gathered[-2:] == [1, 1]
+    assert {0.0: sum(gathered) == 2, 0.6: 2 < sum(gathered) < 200, 3.0: sum(gathered) > 200}[drift], gathered
 
 
 @pytest.mark.parametrize("width", [1, 3])

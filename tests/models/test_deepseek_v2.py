@@ -21,21 +21,25 @@ import lowering
 import params
 from funcmodels.attention.mla import LatentPages
 from lowering.layouts import NdPages, NzPages
-from tests.models.test_qwen3_5 import distance, schedules
 from tests.oracle.deepseek_v2 import KINDS, build, pair, run, sizes
+from tests.oracle.families import (
+    assert_as_near,
+    check_one_leaf,
+    close,
+    loss_of,
+    schedules,
+    their_gradients,
+    total_loss,
+)
 from tests.oracle.qwen3_5 import Pair, tokens
 from tests.oracle.qwen3_5 import pair as dense
-from tests.oracle.states import ROUNDING, advance, assert_rows_close, per_row, poison, refuses, run_schedule
+from tests.oracle.states import advance, assert_rows_close, per_row, poison, refuses, run_schedule
 from tests.tolerances import assert_close
 
 KERNELS = ("torch", "torch_absorbed_rows", "torch_absorbed", "torch_concat", "torch_two_pass")
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 layouts = pytest.mark.parametrize("layout", ["nd", "nz"])
-
-
-def close(actual: Any, expected: Any) -> None:
-    assert_close(actual, expected, looser=5, reason=ROUNDING)
 
 
 def pages(state: fm.State) -> list[LatentPages]:
@@ -99,46 +103,21 @@ def test_bfloat16_is_as_near_the_truth_as_transformers(kind: str, seed: int) -> 
     high.theirs.float()
     ids = tokens(low, 33, seed=seed)
     out, state = advance(low, low.model.init_state(1, 40, dtype=torch.bfloat16), ids)
-    theirs, truth = run(low, ids[0]), run(high, ids[0])
     ours = {"logits": out.logits, "hidden": out.hidden, **fm.logical(state, 0)}
-    for name, value in ours.items():
-        mine, other = (
-            distance(x, truth.entries[name] if name in truth.entries else getattr(truth, name))
-            for x in (value, theirs.entries[name] if name in theirs.entries else getattr(theirs, name))
-        )
-        assert mine <= 2 * other + 5e-3, f"{name}: {mine:.2g} from the truth, transformers {other:.2g}"
+    assert_as_near(ours, run(low, ids[0]), run(high, ids[0]))
 
 
 @kinds
 def test_gradients_are_those_of_transformers(kind: str) -> None:
     one = pair(kind, 2)
     ids = tokens(one, 17, 5)
-    one.theirs.requires_grad_(True)
-    try:
-        loss = total_loss([one.theirs(input_ids=torch.tensor([row])).logits[0] for row in ids], ids)
-        loss.backward()
-        theirs = {name: leaf.grad for name, leaf in one.theirs.named_parameters()}
-    finally:
-        one.theirs.zero_grad()
-        one.theirs.requires_grad_(False)
-
-    def ours(tree: Any) -> Tensor:
-        out, _ = one.model.forward(tree, None, fm.Batch.from_lists(ids))
-        return total_loss(per_row(out.logits, ids), ids)
-
-    grads, value = torch.func.grad_and_value(ours)(one.params)
-    close(value, loss.detach())
+    loss, theirs = their_gradients(one, ids)
+    grads, value = torch.func.grad_and_value(lambda tree: loss_of(one, tree, ids))(one.params)
+    close(value, loss)
     named = params.to_checkpoint(grads, one.model.param_spec(), one.model.family.names)
     for name, grad in theirs.items():
         assert grad is not None and grad.abs().max() > 0, f"{name} has no gradient to compare"
         assert_close(named[name], grad, looser=20, reason="a backward sums over tokens, layers and both rows")
-
-
-def total_loss(logits: list[Tensor], ids: list[list[int]]) -> Tensor:
-    parts = zip(logits, ids, strict=True)
-    return torch.stack(
-        [torch.nn.functional.cross_entropy(x[:-1], torch.tensor(row[1:]), reduction="sum") for x, row in parts]
-    ).sum()
 
 
 def test_gradients_through_a_state_are_those_without_one() -> None:
@@ -153,9 +132,7 @@ def test_gradients_through_a_state_are_those_without_one() -> None:
         logits.append(out.logits)
     total_loss([torch.cat(logits)], [ids]).backward()
     found = params.map(lambda leaf: leaf.grad, tree)
-    expected = torch.func.grad(
-        lambda weights: total_loss([one.model.forward(weights, None, fm.Batch.from_lists([ids]))[0].logits], [ids])
-    )(one.params)
+    expected = torch.func.grad(lambda weights: loss_of(one, weights, [ids]))(one.params)
     assert_close(found, expected, looser=20, reason="a backward sums over tokens and layers")
 
 
@@ -163,22 +140,9 @@ def test_gradients_through_a_state_are_those_without_one() -> None:
     "leaf", [f"layers.0.attn.{name}.weight" for name in ("latent_norm", "up", "q_up", "q_norm", "out")]
 )
 def test_a_gradient_of_one_leaf_alone_goes_through_a_state(leaf: str) -> None:
-    """Whichever tensor brings it into a layer: pages that a backward needs, or that an older state has, stay."""
+    """Whichever tensor brings it into a layer."""
     one = pair("full", 1)
-    tree = params.put(one.params, leaf, params.at(one.params, leaf).clone().requires_grad_())
-    (ids,) = tokens(one, 9)
-    empty = state = one.model.init_state(1, 16, page_size=4)
-    logits = []
-    for part in (ids[:4], ids[4:5], ids[5:]):
-        out, state = one.model.forward(tree, state, fm.Batch.from_lists([part], state))
-        logits.append(out.logits)
-    total_loss([torch.cat(logits)], [ids]).backward()
-    assert not any(pool.requires_grad for pool in empty.pools())
-    expected = torch.func.grad(
-        lambda weights: total_loss([one.model.forward(weights, None, fm.Batch.from_lists([ids]))[0].logits], [ids])
-    )(one.params)
-    found = params.at(tree, leaf).grad
-    assert_close(found, params.at(expected, leaf), looser=20, reason="a backward sums over tokens and layers")
+    check_one_leaf(one, leaf, tokens(one, 9)[0])
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -18,8 +18,17 @@ import lowering
 import params
 from funcmodels.models.gemma3 import rounded
 from lowering import Policy
+from tests.oracle.families import (
+    assert_as_near,
+    check_one_leaf,
+    check_stacked,
+    close,
+    loss_of,
+    their_gradients,
+    together,
+)
 from tests.oracle.gemma3 import GLOBAL, LOCAL, Pair, build, pair, run, sizes, tokens
-from tests.oracle.states import ROUNDING, advance, assert_rows_close, per_row, poison, run_schedule
+from tests.oracle.states import advance, assert_rows_close, per_row, poison, run_schedule
 from tests.tolerances import assert_close
 
 LAYERS = tuple(f"layers.{index}" for index in range(4))
@@ -29,15 +38,6 @@ BOTH_WAYS = pytest.mark.parametrize("references", [False, True], ids=["kernels",
 def kernels(references: bool) -> Any:
     """The default choice, or the references alone."""
     return lowering.use(Policy({"paged_attention": "torch", "attention": "torch"} if references else {}))
-
-
-def close(actual: Any, expected: Any) -> None:
-    assert_close(actual, expected, looser=5, reason=ROUNDING)
-
-
-def together(one: Pair, state: fm.State | None, ids: list[list[int]], **kwargs: Any) -> tuple[Any, Any]:
-    batch = fm.Batch.from_lists(ids, state, vocab=one.config.vocab_size)
-    return one.model.forward(one.params, state, batch, **kwargs)
 
 
 # Against transformers
@@ -108,21 +108,7 @@ def test_bfloat16_is_as_near_the_truth_as_transformers(seed: int) -> None:
     ids = tokens(low, 33, seed=seed)
     out, state = together(low, low.model.init_state(1, 40, dtype=torch.bfloat16), ids, outputs=LAYERS)
     ours = {"logits": out.logits, "hidden": out.hidden, **out.extra, **fm.logical(state, 0)}
-    theirs, truth = run(low, ids[0]), run(high, ids[0])
-    for name, value in ours.items():
-        mine, other = (distance(x, found(truth, name)) for x in (value, found(theirs, name)))
-        assert mine <= 2 * other + 5e-3, f"{name}: {mine:.2g} from the truth, transformers {other:.2g}"
-
-
-def found(remembered: Any, name: str) -> Tensor:
-    if name in LAYERS:
-        return remembered.layers[LAYERS.index(name)]
-    return remembered.entries[name] if name in remembered.entries else getattr(remembered, name)
-
-
-def distance(value: Tensor, truth: Tensor) -> float:
-    assert value.shape == truth.shape
-    return float((value.float() - truth).square().mean().sqrt() / truth.square().mean().sqrt())
+    assert_as_near(ours, run(low, ids[0]), run(high, ids[0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
@@ -175,21 +161,9 @@ def test_a_norm_weight_below_the_last_place_of_one_counts() -> None:
 def test_gradients_are_those_of_transformers(seed: int) -> None:
     one = pair(seed)
     ids = tokens(one, 17, 5, seed=seed)
-    one.theirs.requires_grad_(True)
-    try:
-        loss = total_loss([one.theirs(input_ids=torch.tensor([row])).logits[0] for row in ids], ids)
-        loss.backward()
-        theirs = {name: leaf.grad for name, leaf in one.theirs.named_parameters()}
-    finally:
-        one.theirs.zero_grad()
-        one.theirs.requires_grad_(False)
-
-    def ragged_loss(tree: Any) -> Tensor:
-        out, _ = one.model.forward(tree, None, fm.Batch.from_lists(ids))
-        return total_loss(per_row(out.logits, ids), ids)
-
-    grads, value = torch.func.grad_and_value(ragged_loss)(one.params)
-    close(value, loss.detach())
+    loss, theirs = their_gradients(one, ids)
+    grads, value = torch.func.grad_and_value(lambda tree: loss_of(one, tree, ids))(one.params)
+    close(value, loss)
     named = params.to_checkpoint(grads, one.model.param_spec(), one.model.family.names)
     assert named.keys() == theirs.keys()
     for name, grad in theirs.items():
@@ -198,32 +172,11 @@ def test_gradients_are_those_of_transformers(seed: int) -> None:
         assert_close(named[name], grad, looser=20, scale=scale, reason="a backward sums over tokens, layers and rows")
 
 
-def total_loss(logits: Sequence[Tensor], ids: list[list[int]]) -> Tensor:
-    each = [
-        torch.nn.functional.cross_entropy(part[:-1], torch.tensor(row[1:]), reduction="sum")
-        for part, row in zip(logits, ids, strict=True)
-    ]
-    return torch.stack(each).sum()
-
-
 @pytest.mark.parametrize("leaf", [f"layers.0.attn.{name}.weight" for name in ("q_norm", "k_norm", "out")])
 def test_a_gradient_of_one_leaf_alone_goes_through_a_state(leaf: str) -> None:
-    """Whichever tensor brings it into a layer: pages that a backward needs, or that an older state has, stay."""
+    """Whichever tensor brings it into a layer."""
     one = pair(1)
-    tree = params.put(one.params, leaf, params.at(one.params, leaf).clone().requires_grad_())
-    (ids,) = tokens(one, 9)
-    empty = state = one.model.init_state(1, 16, page_size=4)
-    logits = []
-    for part in (ids[:4], ids[4:5], ids[5:]):
-        out, state = one.model.forward(tree, state, fm.Batch.from_lists([part], state))
-        logits.append(out.logits)
-    total_loss([torch.cat(logits)], [ids]).backward()
-    assert not any(pool.requires_grad for pool in empty.pools())
-    expected = torch.func.grad(
-        lambda weights: total_loss([one.model.forward(weights, None, fm.Batch.from_lists([ids]))[0].logits], [ids])
-    )(one.params)
-    found = params.at(tree, leaf).grad
-    assert_close(found, params.at(expected, leaf), looser=20, reason="a backward sums over tokens and layers")
+    check_one_leaf(one, leaf, tokens(one, 9)[0])
 
 
 @torch.no_grad()
@@ -443,11 +396,7 @@ def test_tracing_reads_nothing_and_a_window_reads_its_pages_alone() -> None:
 
 def test_mapping_over_stacked_parameters() -> None:
     one = pair(0)
-    batch = fm.Batch.from_lists(tokens(one, 12, 2))
-    scaled = [params.map(lambda leaf, s=s: leaf * s, one.params) for s in (1.0, 1.1, 0.9)]
-    stacked = params.map(lambda *leaves: torch.stack(leaves), *scaled)
-    logits = torch.func.vmap(lambda tree: one.model.forward(tree, None, batch)[0].logits)(stacked)
-    close(logits, torch.stack([one.model.forward(tree, None, batch)[0].logits for tree in scaled]))
+    check_stacked(one, tokens(one, 12, 2))
 
 
 # Checkpoints

@@ -16,8 +16,20 @@ import funcmodels as fm
 import lowering
 import params
 from funcmodels.blocks.mlp import Routing
+from tests.oracle.families import (
+    assert_as_near,
+    assert_same_gradients,
+    check_per_example,
+    check_stacked,
+    close,
+    loss_of,
+    schedules,
+    their_gradients,
+    together,
+    total_loss,
+)
 from tests.oracle.qwen3_5 import KINDS, Pair, build, pair, run, sizes, tokens
-from tests.oracle.states import ROUNDING, advance, assert_rows_close, per_row, poison, refuses, run_schedule
+from tests.oracle.states import advance, assert_rows_close, per_row, poison, refuses, run_schedule
 from tests.tolerances import assert_close
 
 LAYERS = tuple(f"layers.{index}" for index in range(4))
@@ -29,15 +41,6 @@ REFERENCES: dict[str, Any] = {
 }
 
 kinds = pytest.mark.parametrize("kind", KINDS)
-
-
-def close(actual: Any, expected: Any) -> None:
-    assert_close(actual, expected, looser=5, reason=ROUNDING)
-
-
-def together(one: Pair, state: fm.State | None, ids: list[list[int]], **kwargs: Any) -> tuple[Any, Any]:
-    batch = fm.Batch.from_lists(ids, state, vocab=one.config.vocab_size)
-    return one.model.forward(one.params, state, batch, **kwargs)
 
 
 # Against transformers
@@ -90,21 +93,7 @@ def test_bfloat16_is_as_near_the_truth_as_transformers(kind: str, seed: int) -> 
     ids = tokens(low, 33, seed=seed)
     out, state = together(low, low.model.init_state(1, 40, dtype=torch.bfloat16), ids, outputs=LAYERS)
     ours = {"logits": out.logits, "hidden": out.hidden, **out.extra, **fm.logical(state, 0)}
-    theirs, truth = run(low, ids[0]), run(high, ids[0])
-    for name, value in ours.items():
-        mine, other = (distance(x, found(truth, name)) for x in (value, found(theirs, name)))
-        assert mine <= 2 * other + 5e-3, f"{name}: {mine:.2g} from the truth, transformers {other:.2g}"
-
-
-def found(remembered: Any, name: str) -> Tensor:
-    if name in LAYERS:
-        return remembered.layers[LAYERS.index(name)]
-    return remembered.entries[name] if name in remembered.entries else getattr(remembered, name)
-
-
-def distance(value: Tensor, truth: Tensor) -> float:
-    assert value.shape == truth.shape
-    return float((value.float() - truth).square().mean().sqrt() / truth.square().mean().sqrt())
+    assert_as_near(ours, run(low, ids[0]), run(high, ids[0]))
 
 
 @kinds
@@ -125,36 +114,14 @@ def test_float32_weights_and_a_bfloat16_state(kind: str) -> None:
 def test_gradients_are_those_of_transformers(kind: str, seed: int) -> None:
     one = pair(kind, seed)
     ids = tokens(one, 17, 5, seed=seed)
-    theirs = {name: torch.zeros(()) for name, _ in one.theirs.named_parameters()}
-    one.theirs.requires_grad_(True)
-    try:
-        loss = total_loss([one.theirs(input_ids=torch.tensor([row])).logits[0] for row in ids], ids)
-        loss.backward()
-        theirs = {name: leaf.grad for name, leaf in one.theirs.named_parameters()}
-    finally:
-        one.theirs.zero_grad()
-        one.theirs.requires_grad_(False)
-
-    grads, value = torch.func.grad_and_value(lambda tree: ragged_loss(one, tree, ids))(one.params)
-    close(value, loss.detach())
+    loss, theirs = their_gradients(one, ids)
+    grads, value = torch.func.grad_and_value(lambda tree: loss_of(one, tree, ids))(one.params)
+    close(value, loss)
     named = params.to_checkpoint(grads, one.model.param_spec(), one.model.family.names)
     assert named.keys() == theirs.keys()
     for name, grad in theirs.items():
         assert grad.abs().max() > 0, f"{name} has no gradient to compare"
         assert_close(named[name], grad, looser=20, reason="a backward sums over tokens, layers and both rows")
-
-
-def cross_entropy(logits: Tensor, row: list[int]) -> Tensor:
-    return torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(row[1:]), reduction="sum")
-
-
-def ragged_loss(one: Pair, tree: Any, ids: list[list[int]]) -> Tensor:
-    out, _ = one.model.forward(tree, None, fm.Batch.from_lists(ids))
-    return total_loss(per_row(out.logits, ids), ids)
-
-
-def total_loss(logits: list[Tensor], ids: list[list[int]]) -> Tensor:
-    return torch.stack([cross_entropy(part, row) for part, row in zip(logits, ids, strict=True)]).sum()
 
 
 # Positions of images
@@ -217,23 +184,6 @@ def test_chunks_around_the_chunk_of_the_delta_rule(kind: str, split: list[int]) 
     logits, state = run_schedule(one, one.model.init_state(1, 72, page_size=8), ids, [[n] for n in split])
     close(logits[0], whole.logits)
     assert_rows_close(state, expected)
-
-
-@st.composite
-def schedules(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
-    """Lengths of up to four rows, and what each gets in each call: prompts, chunks, single tokens, nothing."""
-    lengths = draw(st.lists(st.integers(1, 14), min_size=1, max_size=4))
-    left, schedule = list(lengths), []
-    while any(left):
-        counts = [draw(st.integers(0, most)) for most in left]
-        if any(counts):
-            schedule.append(counts)
-            left = [most - count for most, count in zip(left, counts, strict=True)]
-        else:
-            row = next(row for row, most in enumerate(left) if most)
-            schedule.append([int(index == row) for index in range(len(left))])
-            left[row] -= 1
-    return lengths, schedule
 
 
 @kinds
@@ -411,30 +361,13 @@ def test_a_tap_of_the_one_layer_of_experts_has_a_layer_axis() -> None:
 @kinds
 def test_mapping_over_stacked_parameters(kind: str) -> None:
     one = pair(kind, 0)
-    batch = fm.Batch.from_lists(tokens(one, 12, 2))
-    scaled = [params.map(lambda leaf, s=s: leaf * s, one.params) for s in (1.0, 1.1, 0.9)]
-    stacked = params.map(lambda *leaves: torch.stack(leaves), *scaled)
-    logits = torch.func.vmap(lambda tree: one.model.forward(tree, None, batch)[0].logits)(stacked)
-    close(logits, torch.stack([one.model.forward(tree, None, batch)[0].logits for tree in scaled]))
+    check_stacked(one, tokens(one, 12, 2))
 
 
 @kinds
 def test_per_example_gradients(kind: str) -> None:
     one = pair(kind, 2)
-    examples = torch.tensor(tokens(one, 6, 6, 6))
-    start = torch.tensor([0, 6], dtype=torch.int32)
-
-    def loss(tree: Any, example: Tensor) -> Tensor:
-        batch = fm.Batch(example, start, max_query=6, uniform=True, counts=(6,))
-        out, _ = one.model.forward(tree, None, batch)
-        return torch.nn.functional.cross_entropy(out.logits[:-1], example[1:])
-
-    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(one.params, examples)
-    alone = [torch.func.grad(loss)(one.params, example) for example in examples]
-    expected = params.map(lambda *leaves: torch.stack(leaves), *alone)
-    for (path, grad), (_, right) in zip(params.items(each), params.items(expected), strict=True):
-        assert right.abs().max() > 0, path
-        assert_close(grad, right, looser=20, reason="a backward in another order")
+    check_per_example(one, torch.tensor(tokens(one, 6, 6, 6)))
 
 
 def test_states_and_transforms() -> None:
@@ -465,10 +398,7 @@ def test_a_state_made_inside_a_gradient(kind: str, checked: bool) -> None:
         return total_loss(logits, ids)
 
     grads = torch.func.grad(loss)(one.params)
-    expected = torch.func.grad(lambda tree: ragged_loss(one, tree, ids))(one.params)
-    for (path, grad), (_, right) in zip(params.items(grads), params.items(expected), strict=True):
-        assert right.abs().max() > 0, path
-        assert_close(grad, right, looser=20, reason="a backward in another order")
+    assert_same_gradients(grads, torch.func.grad(lambda tree: loss_of(one, tree, ids))(one.params))
 
 
 def test_autograd_does_not_reach_into_a_held_state() -> None:

@@ -15,7 +15,18 @@ from torch import Tensor
 import funcmodels as fm
 import params
 from funcmodels.models.qwen3_8_flash_next import with_index
-from tests.models.test_qwen3_5 import close, distance, schedules, total_loss
+from tests.oracle.families import (
+    assert_as_near,
+    assert_same_gradients,
+    check_per_example,
+    check_stacked,
+    close,
+    loss_of,
+    schedules,
+    their_gradients,
+    together,
+    total_loss,
+)
 from tests.oracle.qwen3_8_flash_next import SEEDS, Pair, build, first_of_equals, pair, run, sizes, small, tokens
 from tests.oracle.states import advance, assert_rows_close, per_row, poison, run_schedule
 from tests.tolerances import assert_close
@@ -32,11 +43,6 @@ def ratio(one: Pair) -> int:
 def reach(one: Pair) -> int:
     """The longest row over which selecting changes nothing."""
     return one.config.indexer_budget + ratio(one) - 1
-
-
-def together(one: Pair, state: fm.State | None, ids: list[list[int]], **kwargs: Any) -> tuple[Any, Any]:
-    batch = fm.Batch.from_lists(ids, state, vocab=one.config.vocab_size)
-    return one.model.forward(one.params, state, batch, **kwargs)
 
 
 # Against transformers
@@ -120,17 +126,7 @@ def test_bfloat16_is_as_near_the_truth_as_transformers(seed: int) -> None:
     out, state = together(low, state, ids, outputs=LAYERS)
     streams = {name: out.extra[name].flatten(1) for name in LAYERS}
     ours = {"logits": out.logits, "hidden": out.hidden, **streams, **fm.logical(state, 0)}
-    theirs, truth = run(low, ids[0]), run(high, ids[0])
-    for name, found in ours.items():
-        if found.is_floating_point():
-            mine, other = (distance(x, remembered(truth, name)) for x in (found, remembered(theirs, name)))
-            assert mine <= 2 * other + 5e-3, f"{name}: {mine:.2g} from the truth, transformers {other:.2g}"
-
-
-def remembered(theirs: Any, name: str) -> Tensor:
-    if name in LAYERS:
-        return theirs.layers[LAYERS.index(name)]
-    return theirs.entries[name] if name in theirs.entries else getattr(theirs, name)
+    assert_as_near(ours, run(low, ids[0]), run(high, ids[0]))
 
 
 @pytest.mark.parametrize("seed", [0, 4, 5])
@@ -138,18 +134,10 @@ def test_gradients_are_those_of_transformers(seed: int) -> None:
     """Of every parameter but those of the index, through whose choice nothing is learned."""
     one = pair(seed)
     ids = tokens(one, 17, 5, seed=seed)
-    one.theirs.requires_grad_(True)
-    try:
-        with first_of_equals():
-            loss = total_loss([one.theirs(input_ids=torch.tensor([row])).logits[0] for row in ids], ids)
-        loss.backward()
-        theirs = {name: leaf.grad for name, leaf in one.theirs.named_parameters()}
-    finally:
-        one.theirs.zero_grad()
-        one.theirs.requires_grad_(False)
-
+    with first_of_equals():
+        loss, theirs = their_gradients(one, ids)
     grads, found = torch.func.grad_and_value(lambda tree: loss_of(one, tree, ids))(one.params)
-    close(found, loss.detach())
+    close(found, loss)
     named = params.to_checkpoint(grads, one.model.param_spec(), one.model.family.names)
     for name, grad in theirs.items():
         if ".indexer." in name:
@@ -164,11 +152,6 @@ def whole_table(named: dict[str, Tensor], name: str) -> Tensor:
     shard = name.removesuffix("weight") + "shard_"
     found = {leaf: part for leaf, part in named.items() if leaf.startswith(shard)}
     return torch.cat([found[f"{shard}{number}.weight"] for number in range(len(found))])
-
-
-def loss_of(one: Pair, tree: Any, ids: list[list[int]]) -> Tensor:
-    out, _ = one.model.forward(tree, None, fm.Batch.from_lists(ids))
-    return total_loss(per_row(out.logits, ids), ids)
 
 
 # Any split gives the same
@@ -380,29 +363,12 @@ def test_what_the_model_refuses() -> None:
 
 def test_mapping_over_stacked_parameters() -> None:
     one = pair(0)
-    batch = fm.Batch.from_lists(tokens(one, 12, 2))
-    scaled = [params.map(lambda leaf, s=s: leaf * s, one.params) for s in (1.0, 1.1, 0.9)]
-    stacked = params.map(lambda *leaves: torch.stack(leaves), *scaled)
-    logits = torch.func.vmap(lambda tree: one.model.forward(tree, None, batch)[0].logits)(stacked)
-    close(logits, torch.stack([one.model.forward(tree, None, batch)[0].logits for tree in scaled]))
+    check_stacked(one, tokens(one, 12, 2))
 
 
 def test_per_example_gradients() -> None:
     one = pair(4)
-    examples = torch.tensor(tokens(one, 14, 14, 14))
-    start = torch.tensor([0, 14], dtype=torch.int32)
-
-    def loss(tree: Any, example: Tensor) -> Tensor:
-        batch = fm.Batch(example, start, max_query=14, uniform=True, counts=(14,))
-        out, _ = one.model.forward(tree, None, batch)
-        return torch.nn.functional.cross_entropy(out.logits[:-1], example[1:])
-
-    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(one.params, examples)
-    alone = [torch.func.grad(loss)(one.params, example) for example in examples]
-    expected = params.map(lambda *leaves: torch.stack(leaves), *alone)
-    for (path, grad), (_, right) in zip(params.items(each), params.items(expected), strict=True):
-        assert right.abs().max() > 0 or "index_" in path, path
-        assert_close(grad, right, looser=20, reason="a backward in another order")
+    check_per_example(one, torch.tensor(tokens(one, 14, 14, 14)), silent=lambda path: "index_" in path)
 
 
 def test_a_state_made_inside_a_gradient() -> None:
@@ -417,8 +383,7 @@ def test_a_state_made_inside_a_gradient() -> None:
 
     grads = torch.func.grad(loss)(one.params)
     expected = torch.func.grad(lambda tree: loss_of(one, tree, ids))(one.params)
-    for (_, grad), (_, right) in zip(params.items(grads), params.items(expected), strict=True):
-        assert_close(grad, right, looser=20, reason="a backward in another order")
+    assert_same_gradients(grads, expected, silent=lambda path: "index_" in path)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The reference of the hyper-connection's operator against a loop in float64, and each documented limit, broken once."""
+"""The reference of the hyper-connection operator against a loop in float64, and each documented limit, broken once."""
 
 from __future__ import annotations
 

@@ -281,7 +281,8 @@ def test_the_best_experts_of_the_best_groups(dtype: torch.dtype) -> None:
 def test_sigmoids_chosen_by_a_bias_from_groups_with_the_two_best(biased: bool, dtype: torch.dtype) -> None:
     """The bias chooses and weighs nothing; sigmoids are renormalised over those chosen."""
     bias = Draw(torch.float32, seed=4).uniform(-1.0, 1.0, 20).to(dtype)
-    arguments = grouped(dtype, norm_type=1, group_select_mode=1, **({"bias": bias} if biased else {}))
+    given: dict[str, Any] = {"bias": bias} if biased else {}
+    arguments = grouped(dtype, norm_type=1, group_select_mode=1, **given)
     arguments["x"] = arguments["x"] - 2
     weights, ids, every = call(GROUPED, arguments | {"out_flag": True})
     for token, logits in enumerate(arguments["x"].double()):

@@ -15,7 +15,7 @@ from tests.sharding.launch import launch
 pytestmark = pytest.mark.plain
 NEAR = 3e-5
 """Sums of float32 in another order, in units of the largest value."""
-SIZES = {2: tuple(KINDS), 4: ("qwen_moe", "gemma3", "kimi_linear")}
+SIZES = {2: tuple(KINDS), 4: ("qwen_moe", "kimi_linear")}
 
 
 @pytest.mark.parametrize("size", SIZES)

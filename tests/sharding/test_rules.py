@@ -181,7 +181,7 @@ def test_products_of_parted_blocks_add_up(inputs: int) -> None:
     x = torch.randn(3, inputs, generator=draw)
     found = torch.zeros(3, 10)
     for rank in range(4):
-        held = trees.shard(params, spec, Ranks(rank, 4, "g")).weight.weight
+        held = at(trees.shard(params, spec, Ranks(rank, 4, "g")), "weight")
         found += ops.linear(x[:, rank * inputs // 4 : (rank + 1) * inputs // 4], held)
     assert (found - x @ weight.T).norm() < 0.055 * (x @ weight.T).norm()
 

@@ -59,6 +59,7 @@ def compared(kind: str, model: fm.Model, params: Any, ranks: trees.Ranks) -> dic
         "tokens": [generated(kind, own, held), generated(kind, model, params)],
         "captured": captured(own, held) if kind in CAPTURED else 0.0,
         "ops": sorted({row.op for row in report.rows} & {"all_reduce", "all_gather"}),
+        "agreed": agreed(kind, own, held, ranks),
         "first logits": mine[0][0].flatten()[:50].tolist(),
     }
 
@@ -131,6 +132,12 @@ def generated(kind: str, model: fm.Model, params: Any) -> list[list[int]]:
     greedy = fm.generate(model, params, prompts, max_new_tokens=7, draft=draft)
     drawn = fm.generate(model, params, prompts, max_new_tokens=7, draft=draft, sampling=fm.Sampling(1.0, seed=5))
     return [result.tokens for result in (*greedy, *drawn)]
+
+
+def agreed(kind: str, model: fm.Model, params: Any, ranks: trees.Ranks) -> list[int]:
+    """Tokens drawn by a seed that is each rank's own: all of them follow the first."""
+    draft = "mtp" if kind in HEADS else "none"
+    return fm.generate(model, params, [[3, 4]], 6, draft=draft, sampling=fm.Sampling(1.0, seed=ranks.rank))[0].tokens
 
 
 def captured(model: fm.Model, params: Any) -> float:

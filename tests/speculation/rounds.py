@@ -11,7 +11,7 @@ from torch import Tensor
 
 import funcmodels as fm
 from funcmodels.sampling import noise
-from tests.oracle.mtp import MtpPair
+from funcmodels.speculative import outputs_for
 from tests.oracle.states import ROUNDING, advance
 from tests.tolerances import assert_close, bound
 
@@ -40,8 +40,8 @@ class Truth:
 class Rows:
     """Rows of one drafted run: the states, and every token of each row, of which the newest is not yet run."""
 
-    def __init__(self, one: MtpPair, asked: Sequence[Asked | None], **kwargs: Any) -> None:
-        self.one, self.head = one, fm.draft(one.model, "mtp")
+    def __init__(self, one: Any, asked: Sequence[Asked | None], draft: Any = None, **kwargs: Any) -> None:
+        self.one, self.head = one, fm.draft(one.model, "mtp") if draft is None else draft
         self.state = one.model.init_state(len(asked), **kwargs)
         self.dstate = self.head.init_state(self.state)
         self.asked: list[Asked | None] = [None] * len(asked)
@@ -56,7 +56,7 @@ class Rows:
         longest = max((len(asked.prompt) for asked in new.values()), default=0)
         for lower in range(0, longest, chunk):
             fed = [new[row].prompt[lower : lower + chunk] if row in new else [] for row in range(len(self.tokens))]
-            out, self.state = advance(self.one, self.state, fed)
+            out, self.state = advance(self.one, self.state, fed, outputs=outputs_for(self.head))
             batch = fm.Batch.from_lists(fed)
             drawn = self.draw(out.logits[(batch.query_start[1:] - 1).clamp(min=0).long()])
             following = list(drawn)
@@ -86,16 +86,24 @@ class Rows:
 
     def propose(self, steps: int = 3) -> Tensor:
         """The head's own drafts."""
-        assert self.carry is not None
-        proposal, self.dstate = self.head.propose(self.one.params, self.dstate, self.carry, steps)
-        return proposal.tokens
+        return self.proposal(steps).tokens
 
-    def round(self, drafts: Tensor, most: Sequence[int] | None = None) -> list[int]:
+    def proposal(self, steps: int = 3, drawn: bool = False) -> fm.Proposal:
+        """The draft's own proposal, of its likeliest tokens or of drawn ones."""
+        assert self.carry is not None
+        noise = fm.DraftNoise(self.sampling, self.requests) if drawn else None
+        found, self.dstate = self.head.propose(self.one.params, self.dstate, self.carry, steps, noise)
+        return found
+
+    def round(self, drafts: Tensor | fm.Proposal, most: Sequence[int] | None = None) -> list[int]:
         """Verify `drafts`; of each row's window at most `most` count. How many did, in each row."""
         assert self.carry is not None
-        proposal = fm.Proposal(self.carry.token, drafts, self.state.lengths)
-        window = proposal.batch(self.state)
-        out, pending = self.one.model.forward(self.one.params, self.state, window, keep_steps=True)
+        proposal = drafts
+        if isinstance(proposal, Tensor):
+            proposal = fm.Proposal(self.carry.token, proposal, self.state.lengths)
+        drafts, window = proposal.tokens, proposal.batch(self.state)
+        options: dict[str, Any] = {"keep_steps": True, "outputs": outputs_for(self.head)}
+        out, pending = self.one.model.forward(self.one.params, self.state, window, **options)
         verdict = fm.verify(out, proposal, self.sampling, self.requests)
         limit = torch.tensor([drafts.shape[1] + 1 if asked else 0 for asked in self.asked])
         if most is not None:
@@ -119,7 +127,7 @@ class Rows:
         lengths = [max(len(row) - 1, 0) for row in self.tokens]
         assert self.state.lengths.tolist() == self.dstate.lengths.tolist() == lengths
         assert self.state.host.lengths == self.dstate.host.lengths == tuple(lengths)
-        state, dstate, carry = from_scratch(self.one, [self.tokens[row] for row in live])
+        state, dstate, carry = from_scratch(self.one, [self.tokens[row] for row in live], self.head)
         assert self.carry is not None
         for at, row in enumerate(live):
             assert int(self.carry.token[row]) == self.tokens[row][-1]
@@ -128,19 +136,18 @@ class Rows:
             assert_close(mine, right, looser=5, reason=ROUNDING)
 
 
-def from_scratch(one: MtpPair, tokens: list[list[int]]) -> tuple[fm.State, fm.State, fm.Carry]:
+def from_scratch(one: Any, tokens: list[list[int]], head: Any) -> tuple[fm.State, fm.State, fm.Carry]:
     """Both states and the carry of rows that hold these tokens, the newest of each not yet run."""
-    head = fm.draft(one.model, "mtp")
     state = one.model.init_state(len(tokens), max(map(len, tokens)), page_size=64)
     ids = [row[:-1] for row in tokens]
-    out, after = advance(one, state, ids)
+    out, after = advance(one, state, ids, outputs=outputs_for(head))
     batch = fm.Batch.from_lists(ids)
     last = torch.tensor([row[-1] for row in tokens])
     dstate, carry = head.extend(one.params, head.init_state(state), out, batch, fm.next_tokens(batch, last))
     return after, dstate, carry
 
 
-def undrafted(one: MtpPair, asked: Sequence[Asked], count: int) -> list[Truth]:
+def undrafted(one: Any, asked: Sequence[Asked], count: int) -> list[Truth]:
     """`count` tokens of each row, one forward a token."""
     requests = torch.tensor([each.request for each in asked])
     sampling = fm.RowSampling.of([each.sampling for each in asked])
