@@ -14,8 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from params.errors import ConfigError
 from params.sharding import Ranks
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-"""What ranks on a kind of device exchange tensors through."""
 TIMEOUT = timedelta(minutes=5)
 """How long a rank waits for the others before it gives up."""
 
@@ -45,12 +43,14 @@ def started(size: int, device: str, timeout: timedelta = TIMEOUT) -> Iterator[tu
             f"torchrun --nproc-per-node {size} -m funcmodels"
         )
     kind = device.split(":")[0]
-    if kind not in BACKENDS:
-        raise ConfigError(f"ranks on device {device!r}: known are {', '.join(BACKENDS)}")
+    try:
+        backend = dist.get_default_backend_for_device(kind)
+    except ValueError as error:
+        raise ConfigError(f"ranks on device {device!r} have nothing to exchange tensors through: {error}") from error
     own = device if kind == "cpu" else f"{kind}:{os.environ['LOCAL_RANK']}"
     if kind != "cpu":
         torch.get_device_module(kind).set_device(own)
-    dist.init_process_group(BACKENDS[kind], timeout=timeout)
+    dist.init_process_group(backend, timeout=timeout)
     try:
         yield init_device_mesh(kind, (size,), mesh_dim_names=("tp",)), own
     finally:
