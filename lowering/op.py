@@ -253,8 +253,8 @@ class Op:
                 continue
             reason = _refusal(kernel, target, surroundings, args, kwargs)
             if reason is None:
-                if not _portable(kernel):
-                    refused.pop(FUSED, None)
+                if kernel.weights and not _portable(kernel):
+                    refused.pop(FUSED, None)  # said of plain weights
                 later = ordered[ordered.index(kernel) + 1 :] if kernel in ordered else []
                 alike = [other for other in later if _portable(other) == _portable(kernel) and other.serves(target)]
                 return Choice(self.name, kernel, refused | {other.name: why for other in alike}, target, source)

@@ -274,7 +274,9 @@ def test_a_function_of_plain_pages_rejects_tiled_ones() -> None:
 def test_layouts_for_targets() -> None:
     cpu = torch.device("cpu")
     assert layout_for(None, cpu, torch.bfloat16, 128, (512, 64)) is NdPages
-    with lowering.use(target="ascend950"):
+    with lowering.use(target="ascend950"):  # nothing there attends over tiled pages
+        assert layout_for(None, cpu, torch.float16, 256, (512, 64)) is NdPages
+    with lowering.use(target="ascend910_93"):
         assert layout_for(None, cpu, torch.float16, 256, (512, 64)) is NzPages
         assert layout_for(None, cpu, torch.float16, 64, (512, 64)) is NdPages
         assert layout_for(None, cpu, torch.float16, 128, (512, 40)) is NdPages
