@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,10 @@ from lowering.layouts import NdPages, NzPages
 from tests.oracle.deepseek_v2 import KINDS, build, pair, run, sizes
 from tests.oracle.families import (
     assert_as_near,
+    assert_bitwise,
+    check_drawn_drafts,
     check_one_leaf,
+    check_shared_prefix,
     close,
     loss_of,
     schedules,
@@ -205,30 +207,7 @@ def test_any_number_of_drawn_drafts_can_be_kept(kind: str, layout: str) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_speculation_with_a_sampled_draft_continues_as_a_plain_run(seed: int) -> None:
-    """Rounds of random drafts, verified greedily: the tokens are those of one token at a time."""
-    one = pair("full", 0)
-    prompts, draw = tokens(one, 5, 8, seed=seed), random.Random(seed)
-    expected = [result.tokens for result in fm.generate(one.model, one.params, prompts, 12, eos=())]
-    _, state = advance(one, one.model.init_state(2, 40, page_size=4), [row[:-1] for row in prompts])
-    emitted: list[list[int]] = [[], []]
-    roots = [row[-1] for row in prompts]
-    while min(len(row) for row in emitted) < 12:
-        drafts = [
-            [right if draw.random() < 0.6 else draw.randrange(one.config.vocab_size) for right in row[len(done) :][:3]]
-            for row, done in zip(expected, emitted, strict=True)
-        ]
-        window = [[root, *draft] for root, draft in zip(roots, drafts, strict=True)]
-        out, pending = advance(one, state, window, keep_steps=True)
-        best = [rows.argmax(-1).tolist() for rows in per_row(out.logits, window)]
-        counts = []
-        for row, (draft, choice) in enumerate(zip(drafts, best, strict=True)):
-            right = [x == y for x, y in zip(draft, choice, strict=False)]
-            accepted = right.index(False) if False in right else len(right)
-            emitted[row] += choice[: accepted + 1]
-            roots[row] = choice[accepted]
-            counts.append(accepted + 1)
-        state = fm.commit(pending, counts)
-    assert [row[:12] for row in emitted] == expected
+    check_drawn_drafts(pair("full", 0), seed)
 
 
 # Layouts, and moving a state
@@ -249,10 +228,6 @@ def test_layouts_are_bitwise_equal(page_size: int) -> None:
     assert_bitwise(found["nz"], found["nd"])
 
 
-def assert_bitwise(actual: Any, expected: Any) -> None:
-    assert all(torch.equal(x, y) for x, y in zip(params.leaves(actual), params.leaves(expected), strict=True))
-
-
 def test_tiled_storage_read_as_plain_is_seen() -> None:
     """What a forgotten conversion would give: the same bytes in the other type change the logits."""
     one = pair("lite", 0, tiled=True)
@@ -271,25 +246,7 @@ def test_tiled_storage_read_as_plain_is_seen() -> None:
 
 @layouts
 def test_a_prefix_is_shared(layout: str) -> None:
-    """Rows forked in one pool hold the full pages of the prefix together, and go on apart."""
-    one = pair("full", 0, tiled=True)
-    prefix, *tails = tokens(one, 21, 6, 1, 9)
-    state = one.model.init_state(1, 48, page_size=8, pages=24, layout=layout)
-    _, state = advance(one, state, [prefix])
-    before = fm.logical(state, 0)
-    shared = fm.fork(state, [0, 0, 0])
-    assert len({lease.pages[:2] for lease in shared.host.leases}) == 1
-    out, after = advance(one, shared, tails)
-    for row, tail in enumerate(tails):
-        theirs = run(one, prefix + tail)
-        close(per_row(out.logits, tails)[row], theirs.logits[len(prefix) :])
-        close(fm.logical(after, row), theirs.entries)
-    assert_bitwise(fm.logical(state, 0), before)
-    kept = fm.select(after, [2, -1, 0])
-    out, _ = advance(one, kept, [[3], [4, 5], [6]])
-    close(out.logits[0], run(one, [*prefix, *tails[2], 3]).logits[-1])
-    close(out.logits[1:3], run(one, [4, 5]).logits)
-    fm.release(state)
+    check_shared_prefix(pair("full", 0, tiled=True), run, layout)
 
 
 @layouts

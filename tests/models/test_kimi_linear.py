@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,20 @@ from funcmodels.blocks.mlp import Routing
 from lowering import ops
 from lowering.layouts import NdPages, NzPages
 from tests.models.test_qwen3_5 import SPLITS
-from tests.oracle.families import distance, schedules
+from tests.oracle.families import (
+    assert_as_near,
+    assert_bitwise,
+    check_drawn_drafts,
+    check_shared_prefix,
+    close,
+    loss_of,
+    schedules,
+    their_gradients,
+    total_loss,
+)
 from tests.oracle.kimi_linear import KINDS, build, pair, run, sizes
-from tests.oracle.qwen3_5 import Pair, tokens
-from tests.oracle.states import ROUNDING, advance, assert_rows_close, per_row, poison, run_schedule
+from tests.oracle.qwen3_5 import tokens
+from tests.oracle.states import advance, assert_rows_close, per_row, poison, run_schedule
 from tests.tolerances import assert_close
 
 LAYERS = tuple(f"layers.{index}" for index in range(4))
@@ -38,22 +47,6 @@ REFERENCES: dict[str, Any] = dict.fromkeys(
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 layouts = pytest.mark.parametrize("layout", ["nd", "nz"])
-
-
-def close(actual: Any, expected: Any) -> None:
-    assert_close(actual, expected, looser=5, reason=ROUNDING)
-
-
-def total_loss(logits: list[Tensor], ids: list[list[int]]) -> Tensor:
-    parts = zip(logits, ids, strict=True)
-    return torch.stack(
-        [torch.nn.functional.cross_entropy(x[:-1], torch.tensor(row[1:]), reduction="sum") for x, row in parts]
-    ).sum()
-
-
-def loss_of(one: Pair, tree: Any, ids: list[list[int]]) -> Tensor:
-    out, _ = one.model.forward(tree, None, fm.Batch.from_lists(ids))
-    return total_loss(per_row(out.logits, ids), ids)
 
 
 # Against transformers
@@ -117,14 +110,8 @@ def test_bfloat16_is_as_near_the_truth_as_transformers(kind: str, seed: int) -> 
     high.theirs.float()
     ids = tokens(low, 33, seed=seed)
     out, state = advance(low, low.model.init_state(1, 40, dtype=torch.bfloat16), ids)
-    theirs, truth = run(low, ids[0]), run(high, ids[0])
     ours = {"logits": out.logits, "hidden": out.hidden, **fm.logical(state, 0)}
-    for name, value in ours.items():
-        mine, other = (
-            distance(x, truth.entries[name] if name in truth.entries else getattr(truth, name))
-            for x in (value, theirs.entries[name] if name in theirs.entries else getattr(theirs, name))
-        )
-        assert mine <= 2 * other + 5e-3, f"{name}: {mine:.2g} from the truth, transformers {other:.2g}"
+    assert_as_near(ours, run(low, ids[0]), run(high, ids[0]))
 
 
 @kinds
@@ -133,20 +120,13 @@ def test_gradients_are_those_of_transformers(kind: str, seed: int) -> None:
     """Compared leaf by leaf; nothing but its choice depends on a router's bias."""
     one = pair(kind, seed)
     ids = tokens(one, 40, 5)
-    one.theirs.requires_grad_(True)
-    try:
-        loss = total_loss([one.theirs(input_ids=torch.tensor([row])).logits[0] for row in ids], ids)
-        loss.backward()
-        theirs: dict[str, Any] = {name: leaf.grad for name, leaf in one.theirs.named_parameters()}
-    finally:
-        one.theirs.zero_grad()
-        one.theirs.requires_grad_(False)
+    loss, theirs = their_gradients(one, ids)
     for name, grad in theirs.items():
         assert grad is not None and grad.abs().max() > 0, f"{name} has no gradient to compare"
     theirs |= {name: torch.zeros_like(buffer) for name, buffer in one.theirs.named_buffers() if "bias" in name}
     expected = params.from_checkpoint(theirs, one.model.param_spec(), one.model.family.names)
     found, value = torch.func.grad_and_value(lambda tree: loss_of(one, tree, ids))(one.params)
-    close(value, loss.detach())
+    close(value, loss)
     for (path, grad), (_, right) in zip(params.items(found), params.items(expected), strict=True):
         assert grad.shape == right.shape, path
         assert_close(grad, right, looser=20, reason="a backward sums over tokens, layers and both rows")
@@ -289,36 +269,9 @@ def test_any_number_of_drawn_drafts_can_be_kept(kind: str, layout: str) -> None:
     assert_bitwise([fm.logical(state, row) for row in range(3)], before)
 
 
-def assert_bitwise(actual: Any, expected: Any) -> None:
-    assert all(torch.equal(x, y) for x, y in zip(params.leaves(actual), params.leaves(expected), strict=True))
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_speculation_with_a_sampled_draft_continues_as_a_plain_run(seed: int) -> None:
-    """Rounds of random drafts, verified greedily: the tokens are those of one token at a time."""
-    one = pair("published", seed)
-    prompts, draw = tokens(one, 5, 8, seed=seed), random.Random(seed)
-    expected = [result.tokens for result in fm.generate(one.model, one.params, prompts, 12, eos=())]
-    _, state = advance(one, one.model.init_state(2, 40, page_size=4), [row[:-1] for row in prompts])
-    emitted: list[list[int]] = [[], []]
-    roots = [row[-1] for row in prompts]
-    while min(len(row) for row in emitted) < 12:
-        drafts = [
-            [right if draw.random() < 0.6 else draw.randrange(one.config.vocab_size) for right in row[len(done) :][:3]]
-            for row, done in zip(expected, emitted, strict=True)
-        ]
-        window = [[root, *draft] for root, draft in zip(roots, drafts, strict=True)]
-        out, pending = advance(one, state, window, keep_steps=True)
-        best = [rows.argmax(-1).tolist() for rows in per_row(out.logits, window)]
-        counts = []
-        for row, (draft, choice) in enumerate(zip(drafts, best, strict=True)):
-            right = [x == y for x, y in zip(draft, choice, strict=False)]
-            accepted = right.index(False) if False in right else len(right)
-            emitted[row] += choice[: accepted + 1]
-            roots[row] = choice[accepted]
-            counts.append(accepted + 1)
-        state = fm.commit(pending, counts)
-    assert [row[:12] for row in emitted] == expected
+    check_drawn_drafts(pair("published", seed), seed)
 
 
 # Layouts and prefixes
@@ -343,24 +296,7 @@ def test_layouts_are_bitwise_equal(page_size: int) -> None:
 
 @layouts
 def test_a_prefix_is_shared(layout: str) -> None:
-    """Rows forked in one pool hold the full pages of the prefix together, and go on apart."""
-    one = pair("published", 0, tiled=True)
-    prefix, *tails = tokens(one, 21, 6, 1, 9)
-    state = one.model.init_state(1, 48, page_size=8, pages=24, layout=layout)
-    _, state = advance(one, state, [prefix])
-    before = fm.logical(state, 0)
-    shared = fm.fork(state, [0, 0, 0])
-    assert len({lease.pages[:2] for lease in shared.host.leases}) == 1
-    out, after = advance(one, shared, tails)
-    for row, tail in enumerate(tails):
-        theirs = run(one, prefix + tail)
-        close(per_row(out.logits, tails)[row], theirs.logits[len(prefix) :])
-        close(fm.logical(after, row), theirs.entries)
-    assert_bitwise(fm.logical(state, 0), before)
-    kept = fm.select(after, [2, -1, 0])
-    out, _ = advance(one, kept, [[3], [4, 5], [6]])
-    close(out.logits[0], run(one, [*prefix, *tails[2], 3]).logits[-1])
-    close(out.logits[1:3], run(one, [4, 5]).logits)
+    check_shared_prefix(pair("published", 0, tiled=True), run, layout)
 
 
 # Padding and what nobody may read

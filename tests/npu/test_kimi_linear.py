@@ -14,17 +14,16 @@ import torch
 
 import funcmodels as fm
 import lowering
-import params as trees
 from lowering import npu_reference
 from lowering.report import Report
 from tests.graphs.npu_double import Double
 from tests.graphs.npu_models import on
 from tests.models.test_kimi_linear_config import PUBLISHED
 
+from .lowered import PAGE, Lowered, usual
 from .test_mla import ABSORBED, TWO
 from .test_models import FURTHER
 
-PAGE = 128
 CONFIG: dict[str, Any] = {
     "model_type": "kimi_linear", "vocab_size": 97, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2,
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": None,
@@ -34,9 +33,6 @@ CONFIG: dict[str, Any] = {
         "num_heads": 3, "head_dim": 32, "short_conv_kernel_size": 4, "kda_layers": [1, 3], "full_attn_layers": [2],
     },
 }  # fmt: skip
-SCHEDULE = [[131, 20, 0], [0, 121, 3], [1, 1, 1], [4, 4, 4], [1, 1, 1], [9, 0, 140]]
-"""New tokens of each row a forward: prompts, a chunk, decoding, a window to verify, an idle row, page boundaries."""
-VERIFY, ACCEPTED = 3, [4, 0, 2]
 NORMS = {"rms_norm": "npu_rms_norm", "add_rms_norm": "npu_add_rms_norm"}
 FUSED: dict[str, dict[str, str]] = {
     "ascend910b": {
@@ -54,35 +50,8 @@ def operators() -> None:
 
 
 @functools.cache
-def made() -> tuple[fm.Model, Any]:
-    model, draw = fm.build(CONFIG), torch.Generator().manual_seed(2)
-    return model, trees.map(lambda x: torch.randn(x.shape, generator=draw) * x.shape[-1] ** -0.5, model.init_params())
-
-
-def typed(model: fm.Model, params: Any, dtype: torch.dtype) -> Any:
-    return trees.map(lambda spec, value: value.to(spec.dtype or dtype), model.param_spec(), params)
-
-
-@torch.no_grad()
-def outcome(dtype: torch.dtype, layout: str) -> list[torch.Tensor]:
-    """Logits of every forward of the schedule, then every logical entry of the state."""
-    model, params = made()
-    params, draw, found = typed(model, params, dtype), torch.Generator().manual_seed(8), []
-    state = model.init_state(3, 4 * PAGE, dtype, page_size=PAGE, layout=layout)
-    for at, counts in enumerate(SCHEDULE):
-        ids = torch.randint(model.config.vocab_size, (sum(counts),), generator=draw)
-        batch = fm.Batch.from_tokens(ids, counts, state)
-        out, state = model.forward(params, state, batch, keep_steps=at == VERIFY)
-        state = fm.commit(state, ACCEPTED) if at == VERIFY else state
-        found.append(out.logits)
-    found += [value for row in range(3) for value in fm.logical(state, row).values()]
-    return [value.float() for value in found]
-
-
-@functools.cache
-def usual(dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The exact outcome, and that of Torch in `dtype`."""
-    return outcome(torch.float32, "nd"), outcome(dtype, "nd")
+def made() -> Lowered:
+    return Lowered.of(CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -96,14 +65,14 @@ def usual(dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 )
 def test_a_lowered_forward_is_as_near_to_float32_as_torch_is(target: str, layout: str, dtype: torch.dtype) -> None:
     with lowering.use(target=target), lowering.record() as report:
-        found = outcome(dtype, layout)
+        found = made().outcome(dtype, layout)
     chosen = {row.op: row.kernel for row in report.rows}
     expected = FUSED["ascend950" if target == "ascend950" else "ascend910b"]
     assert {op: chosen[op] for op in expected} == expected
     attention = {row.kernel for row in report.rows if row.op == "mla_prefix_attention"}
     assert attention == {ABSORBED, TWO} or target == "ascend950"
     assert {row.kernel for row in report.rows if row.op == "gated_delta_rule"} == {"torch_chunked_channels", "torch"}
-    for index, (x, z, y) in enumerate(zip(found, *usual(dtype), strict=True)):
+    for index, (x, z, y) in enumerate(zip(found, *usual(made(), dtype), strict=True)):
         assert torch.isfinite(x).all(), f"output {index} is not finite"
         error, most = ((value - z).norm() / z.norm().clamp(min=1e-9) for value in (x, y))
         assert error <= FURTHER * most + 1e-6, f"output {index}: {error:.2e} from float32, Torch {most:.2e}"
@@ -138,8 +107,7 @@ def test_the_published_sizes_say_what_is_composed_and_why(target: str) -> None:
 def test_captured_decoding_equals_plain_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit: one capture reads latents over other lengths in each replay, and carries the matrices on."""
     on(Double(), monkeypatch)
-    model, params = made()
-    params = typed(model, params, torch.bfloat16)
+    model, params = made().model, made().typed(torch.bfloat16)
     step = lowering.jit(model.forward, ("state",), (4,), backend="npu")
     with lowering.use(target="ascend910b"):
         states = [model.init_state(3, 4 * PAGE, torch.bfloat16, page_size=PAGE) for _ in range(2)]

@@ -14,17 +14,16 @@ import torch
 
 import funcmodels as fm
 import lowering
-import params as trees
 from funcmodels.attention.mla import LatentPages
 from lowering import Policy, npu_reference
 from lowering.layouts import NzPages
 from tests.graphs.npu_double import Double
 from tests.graphs.npu_models import on
 
+from .lowered import PAGE, Lowered, usual
 from .test_mla import ABSORBED, CONCAT, OP, RING, TWO
 from .test_models import FURTHER
 
-PAGE = 128
 CONFIG: dict[str, Any] = {
     "model_type": "deepseek_v2", "vocab_size": 97, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2,
     "num_key_value_heads": 2, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
@@ -32,8 +31,6 @@ CONFIG: dict[str, Any] = {
     "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "topk_method": "greedy",
     "max_position_embeddings": 1024,
 }  # fmt: skip
-SCHEDULE = [[131, 20, 0], [0, 121, 3], [1, 1, 1], [4, 4, 4], [1, 1, 1], [9, 0, 140]]
-VERIFY, ACCEPTED = 3, [4, 0, 2]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,35 +39,8 @@ def operators() -> None:
 
 
 @functools.cache
-def made() -> tuple[fm.Model, Any]:
-    model, draw = fm.build(CONFIG), torch.Generator().manual_seed(2)
-    return model, trees.map(lambda x: torch.randn(x.shape, generator=draw) * x.shape[-1] ** -0.5, model.init_params())
-
-
-def typed(model: fm.Model, params: Any, dtype: torch.dtype) -> Any:
-    return trees.map(lambda spec, value: value.to(spec.dtype or dtype), model.param_spec(), params)
-
-
-@torch.no_grad()
-def outcome(dtype: torch.dtype, layout: str) -> list[torch.Tensor]:
-    """Logits of every forward of the schedule, then every logical entry of the state."""
-    model, params = made()
-    params, draw, found = typed(model, params, dtype), torch.Generator().manual_seed(8), []
-    state = model.init_state(3, 4 * PAGE, dtype, page_size=PAGE, layout=layout)
-    for at, counts in enumerate(SCHEDULE):
-        ids = torch.randint(model.config.vocab_size, (sum(counts),), generator=draw)
-        batch = fm.Batch.from_tokens(ids, counts, state)
-        out, state = model.forward(params, state, batch, keep_steps=at == VERIFY)
-        state = fm.commit(state, ACCEPTED) if at == VERIFY else state
-        found.append(out.logits)
-    found += [value for row in range(3) for value in fm.logical(state, row).values()]
-    return [value.float() for value in found]
-
-
-@functools.cache
-def usual(dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The exact outcome, and that of Torch in `dtype`."""
-    return outcome(torch.float32, "nd"), outcome(dtype, "nd")
+def made() -> Lowered:
+    return Lowered.of(CONFIG)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
@@ -82,19 +52,19 @@ def test_a_lowered_forward_is_as_near_to_float32_as_torch_is(
     """By the rule of shapes, and with each kernel that takes every batch."""
     policy = Policy({} if kernel is None else {OP.name: kernel})
     with lowering.use(policy, target="ascend910b"), lowering.record() as report:
-        found = outcome(dtype, layout)
+        found = made().outcome(dtype, layout)
     chosen = {row.kernel for row in report.rows if row.op == OP.name}
     assert chosen == ({ABSORBED, TWO} if kernel is None else {kernel})
     writes = {row.kernel for row in report.rows if row.op == "latent_norm_rope_write"}
     assert writes == {"npu_kv_rmsnorm_rope_cache_v2"}
-    for index, (x, z, y) in enumerate(zip(found, *usual(dtype), strict=True)):
+    for index, (x, z, y) in enumerate(zip(found, *usual(made(), dtype), strict=True)):
         assert torch.isfinite(x).all(), f"output {index} is not finite"
         error, most = ((value - z).norm() / z.norm().clamp(min=1e-9) for value in (x, y))
         assert error <= FURTHER * most + 1e-6, f"output {index}: {error:.2e} from float32, Torch {most:.2e}"
 
 
 def test_the_layout_is_that_of_the_target() -> None:
-    model, _ = made()
+    model = made().model
     with lowering.use(target="ascend910_93"):
         tiled = model.init_state(1, PAGE, torch.bfloat16, page_size=PAGE)
     plain = model.init_state(1, PAGE, torch.bfloat16, page_size=PAGE)
@@ -107,8 +77,7 @@ def test_the_layout_is_that_of_the_target() -> None:
 def test_captured_decoding_equals_plain_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit: one capture reads latents over other lengths in each replay."""
     on(Double(), monkeypatch)
-    model, params = made()
-    params = typed(model, params, torch.bfloat16)
+    model, params = made().model, made().typed(torch.bfloat16)
     step = lowering.jit(model.forward, ("state",), (4,), backend="npu")
     with lowering.use(target="ascend910b"):
         states = [model.init_state(3, 4 * PAGE, torch.bfloat16, page_size=PAGE) for _ in range(2)]

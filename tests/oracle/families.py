@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor
 
 import funcmodels as fm
 import params
-from tests.oracle.states import ROUNDING, Ids, per_row
+from tests.oracle.qwen3_5 import tokens
+from tests.oracle.states import ROUNDING, Ids, advance, per_row
 from tests.tolerances import assert_close
 
 
@@ -144,3 +146,55 @@ def schedules(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
             schedule.append([int(index == row) for index in range(len(left))])
             left[row] -= 1
     return lengths, schedule
+
+
+def assert_bitwise(actual: Any, expected: Any) -> None:
+    """Two trees have the same bits."""
+    assert all(torch.equal(x, y) for x, y in zip(params.leaves(actual), params.leaves(expected), strict=True))
+
+
+def check_drawn_drafts(one: Any, seed: int) -> None:
+    """Rounds of random drafts, verified greedily: the tokens are those of one token at a time."""
+    prompts, draw = tokens(one, 5, 8, seed=seed), random.Random(seed)
+    expected = [result.tokens for result in fm.generate(one.model, one.params, prompts, 12, eos=())]
+    _, state = advance(one, one.model.init_state(2, 40, page_size=4), [row[:-1] for row in prompts])
+    emitted: list[list[int]] = [[], []]
+    roots = [row[-1] for row in prompts]
+    while min(len(row) for row in emitted) < 12:
+        drafts = [
+            [right if draw.random() < 0.6 else draw.randrange(one.config.vocab_size) for right in row[len(done) :][:3]]
+            for row, done in zip(expected, emitted, strict=True)
+        ]
+        window = [[root, *draft] for root, draft in zip(roots, drafts, strict=True)]
+        out, pending = advance(one, state, window, keep_steps=True)
+        best = [rows.argmax(-1).tolist() for rows in per_row(out.logits, window)]
+        counts = []
+        for row, (draft, choice) in enumerate(zip(drafts, best, strict=True)):
+            right = [x == y for x, y in zip(draft, choice, strict=False)]
+            accepted = right.index(False) if False in right else len(right)
+            emitted[row] += choice[: accepted + 1]
+            roots[row] = choice[accepted]
+            counts.append(accepted + 1)
+        state = fm.commit(pending, counts)
+    assert [row[:12] for row in emitted] == expected
+
+
+def check_shared_prefix(one: Any, run: Callable[..., Any], layout: str) -> None:
+    """Rows forked in one pool hold the full pages of the prefix together, and go on apart. `run` is transformers'."""
+    prefix, *tails = tokens(one, 21, 6, 1, 9)
+    state = one.model.init_state(1, 48, page_size=8, pages=24, layout=layout)
+    _, state = advance(one, state, [prefix])
+    before = fm.logical(state, 0)
+    shared = fm.fork(state, [0, 0, 0])
+    assert len({lease.pages[:2] for lease in shared.host.leases}) == 1
+    out, after = advance(one, shared, tails)
+    for row, tail in enumerate(tails):
+        theirs = run(one, prefix + tail)
+        close(per_row(out.logits, tails)[row], theirs.logits[len(prefix) :])
+        close(fm.logical(after, row), theirs.entries)
+    assert_bitwise(fm.logical(state, 0), before)
+    kept = fm.select(after, [2, -1, 0])
+    out, _ = advance(one, kept, [[3], [4, 5], [6]])
+    close(out.logits[0], run(one, [*prefix, *tails[2], 3]).logits[-1])
+    close(out.logits[1:3], run(one, [4, 5]).logits)
+    fm.release(state)

@@ -1,0 +1,59 @@
+"""A model's forwards over one schedule of prompts, decoding and a verified window, exactly and as lowered."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import funcmodels as fm
+import params as trees
+
+PAGE = 128
+SCHEDULE = [[131, 20, 0], [0, 121, 3], [1, 1, 1], [4, 4, 4], [1, 1, 1], [9, 0, 140]]
+"""New tokens of each row a forward: prompts, a chunk, decoding, a window to verify, an idle row, page boundaries."""
+VERIFY, ACCEPTED = 3, [4, 0, 2]
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A model and random float32 parameters."""
+
+    model: fm.Model
+    params: Any
+
+    @staticmethod
+    def of(config: dict[str, Any]) -> Lowered:
+        """The model of a config, with every parameter random, the same each time."""
+        model, draw = fm.build(config), torch.Generator().manual_seed(2)
+
+        def random(leaf: torch.Tensor) -> torch.Tensor:
+            return torch.randn(leaf.shape, generator=draw) * leaf.shape[-1] ** -0.5
+
+        return Lowered(model, trees.map(random, model.init_params()))
+
+    def typed(self, dtype: torch.dtype) -> Any:
+        """The parameters in `dtype`, but for those that the spec pins."""
+        return trees.map(lambda spec, value: value.to(spec.dtype or dtype), self.model.param_spec(), self.params)
+
+    @torch.no_grad()
+    def outcome(self, dtype: torch.dtype, layout: str) -> list[torch.Tensor]:
+        """Logits of every forward of the schedule, then every logical entry of the state."""
+        params, draw, found = self.typed(dtype), torch.Generator().manual_seed(8), []
+        state = self.model.init_state(3, 4 * PAGE, dtype, page_size=PAGE, layout=layout)
+        for at, counts in enumerate(SCHEDULE):
+            ids = torch.randint(self.model.config.vocab_size, (sum(counts),), generator=draw)
+            batch = fm.Batch.from_tokens(ids, counts, state)
+            out, state = self.model.forward(params, state, batch, keep_steps=at == VERIFY)
+            state = fm.commit(state, ACCEPTED) if at == VERIFY else state
+            found.append(out.logits)
+        found += [value for row in range(3) for value in fm.logical(state, row).values()]
+        return [value.float() for value in found]
+
+
+@functools.cache
+def usual(one: Lowered, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The exact outcome, and that of Torch in `dtype`."""
+    return one.outcome(torch.float32, "nd"), one.outcome(dtype, "nd")
