@@ -22,7 +22,7 @@ from .checks import (
     need_values,
     shown,
 )
-from .quant_matmul import DTYPES, counted, need_quantized_factors, quantized_product
+from .quant_matmul import counted, need_quantized_factors, output, quantized_product
 from .registration import operator
 
 INNER_LIMIT = 65536
@@ -96,7 +96,7 @@ def npu_grouped_matmul(
     biases = [None] * len(counts) if bias is None else bias[0]
     scales = zip(biases, scale[0], per_token_scale[0].split(counts), strict=True)
     products = [quantized_product(*factors, *own) for factors, own in zip(parts, scales, strict=True)]
-    return [torch.cat(products).to(DTYPES[output_dtype])]  # type: ignore[index]
+    return [torch.cat(products).to(output(output_dtype))]
 
 
 def _format_like(input: Tensor, acl_format: int, customize_dtype: int | None, input_dtype: int | None) -> Tensor:

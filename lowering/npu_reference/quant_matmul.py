@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import need, need_contiguous, need_default, need_dtype, need_rank, need_shape, shown
+from .checks import OperatorError, need, need_contiguous, need_default, need_dtype, need_rank, need_shape, shown
 from .quant import BLOCK, by_block, need_910, need_950, of_blocks, pairs
 from .registration import operator
 
@@ -26,9 +26,10 @@ FP8 = torch.float8_e4m3fn
 
 def output(dtype: int | None) -> torch.dtype:
     """The dtype of an output, by its number."""
-    need(dtype is not None, "output_dtype is missing; without it the operator returns integers, so name it")
+    if dtype is None:
+        raise OperatorError("output_dtype is missing; without it the operator returns integers, so name it")
     need(dtype in DTYPES, f"output_dtype is number {dtype}; the reference covers float16 and bfloat16")
-    return DTYPES[dtype]  # type: ignore[index]
+    return DTYPES[dtype]
 
 
 def need_laid(turned: bool | None, **tensors: Tensor) -> None:
@@ -110,7 +111,7 @@ def npu_quant_matmul(
     **rest: Any,
 ) -> Tensor:  # fmt: skip
     """(x1 @ x2 + bias) * scale * pertoken_scale; for float8 the product of the numbers that blocks stand for."""
-    out = DTYPES[output_dtype]
+    out = output(output_dtype)
     if x1.dtype == FP8:
         return over_blocks(x1, x2, scale, pertoken_scale).to(out)
     total = integers(x1, x2) if bias is None else integers(x1, x2) + bias

@@ -31,8 +31,9 @@ def test_ranks_together_are_the_whole_model(size: int, tmp_path: Path) -> None:
         far = {name: measured[name] for name in ("logits", "hidden", "states", "captured") if measured[name] > NEAR}
         assert not far, f"{kind}: {far}"
         assert measured["ops"] == ["all_gather", "all_reduce"]
-        ranks, alone = measured["tokens"]
-        assert ranks == alone, kind
+        for name in ("tokens", "block tokens"):
+            ranks, alone = measured[name]
+            assert ranks == alone, f"{kind}: {name}"
 
 
 def test_a_rank_that_dies_is_reported(tmp_path: Path) -> None:

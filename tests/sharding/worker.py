@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,9 +22,13 @@ from torch.distributed.device_mesh import init_device_mesh
 import funcmodels as fm
 import lowering
 import params as trees
+from funcmodels.drafts import NAMES, block_spec
 from lowering import ops
+from tests.oracle import block_drafts
+from tests.oracle.qwen3_5 import Pair
 from tests.sharding.kinds import EXPERTS, HEADS, whole
 
+BLOCK_DRAFTED = "qwen_moe"
 CAPTURED = ("qwen_moe", "deepseek_v2")
 LISTS = [[[3, 5, 7, 9, 11, 2, 6], [4, 8], []], [[1], [], [2, 3, 4]], [[5], [6], [7]]]
 """New tokens of three rows in three forwards: ragged, with idle rows, then one each."""
@@ -57,6 +62,7 @@ def compared(kind: str, model: fm.Model, params: Any, ranks: trees.Ranks) -> dic
         "hidden": max(distance(a[1], b[1]) for a, b in zip(mine, theirs, strict=True)),
         "states": states(mine[-1][2], theirs[-1][2], own, ranks),
         "tokens": [generated(kind, own, held), generated(kind, model, params)],
+        "block tokens": block_drafted(model, params, own, held) if kind == BLOCK_DRAFTED else [[], []],
         "captured": captured(own, held) if kind in CAPTURED else 0.0,
         "ops": sorted({row.op for row in report.rows} & {"all_reduce", "all_gather"}),
         "agreed": agreed(kind, own, held, ranks),
@@ -132,6 +138,16 @@ def generated(kind: str, model: fm.Model, params: Any) -> list[list[int]]:
     greedy = fm.generate(model, params, prompts, max_new_tokens=7, draft=draft)
     drawn = fm.generate(model, params, prompts, max_new_tokens=7, draft=draft, sampling=fm.Sampling(1.0, seed=5))
     return [result.tokens for result in (*greedy, *drawn)]
+
+
+def block_drafted(model: fm.Model, params: Any, own: fm.Model, held: Any) -> list[list[int]]:
+    """Tokens of the ranks with a draft that each of them has whole, and of the whole model without one."""
+    one = block_drafts.build(Pair(None, model, params), "vanilla", 1)
+    with tempfile.TemporaryDirectory() as directory:
+        plain = trees.put(one.draft.params, "context", None)
+        trees.save(plain, directory, block_spec(one.draft.config), NAMES, one.fields)
+        ranks = fm.generate(own, held, [[3, 4, 5]], 8, draft=directory)
+    return [ranks[0].tokens, fm.generate(model, params, [[3, 4, 5]], 8)[0].tokens]
 
 
 def agreed(kind: str, model: fm.Model, params: Any, ranks: trees.Ranks) -> list[int]:
