@@ -84,8 +84,15 @@ def _projected(a: Arguments, out: Any) -> int:
     return 2 * out.numel() * rows.shape[-1]
 
 
+def _chosen(a: Arguments, out: Any) -> int:
+    """Rows, results, and of the weights [experts outputs inputs] one for each row."""
+    weight = a["values"].element_size() * math.prod(a["values"].shape[1:])
+    return tensor_bytes((a["rows"], a["expert"], out)) + weight * a["rows"].shape[0]
+
+
 _PRODUCTS = (
-    "aten::_int_mm", "funcmodels::int8_product", "funcmodels::packed_int8_product", "funcmodels::packed_linear",
+    "aten::_int_mm", "funcmodels::choice_products", "funcmodels::int8_product", "funcmodels::packed_int8_product",
+    "funcmodels::packed_linear",
 )  # fmt: skip
 _CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 ATEN = Formulas(
@@ -95,6 +102,7 @@ ATEN = Formulas(
         **dict.fromkeys(_PRODUCTS, _projected),
     },
     bytes={
+        "funcmodels::choice_products": _chosen,
         **dict.fromkeys(("aten::embedding", "aten::index", "aten::index_select", "aten::gather"), _looked_up),
         **dict.fromkeys(("aten::index_put_", "aten::index_copy_", "aten::index_add_", "aten::scatter_"), _written),
         **dict.fromkeys(("aten::empty", "aten::empty_strided", "aten::new_empty", "aten::empty_like"), _nothing),

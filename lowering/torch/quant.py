@@ -368,18 +368,37 @@ def _grouped(x, weights, ids, gate_up, down):
     differentiable=False, prepare=_expert_form, weights=OF_EXPERTS,
 )  # fmt: skip
 def _gathered(x, weights, ids, gate_up, down):
-    """For few tokens: nothing is read on the host, and of the weights only what was chosen."""
+    """For few tokens: of the weights only what was chosen, and nothing is read from a device."""
     if not ids.numel():
         return torch.zeros_like(x)
     expert = ids.flatten()
     token = torch.arange(x.shape[0], device=x.device).repeat_interleave(ids.shape[1])
 
     def products(rows: Tensor, values: Tensor) -> Tensor:
+        if not rows.is_cuda:
+            return (_choices_operator if tracing() else _choice_products)(rows, values, expert)
         pairs = zip(rows.split(1), expert.split(1), strict=True)
         return torch.cat([_one_product(row, values.index_select(0, chosen)[0]) for row, chosen in pairs])
 
     y = _feed_forward(x, token, expert, gate_up, down, products).unflatten(0, ids.shape)
     return (y * weights[..., None]).sum(1).to(x.dtype)
+
+
+def _choice_products(rows: Tensor, values: Tensor, expert: Tensor) -> Tensor:
+    """Each row's product with its own expert's values, which are read where they lie."""
+    return torch.cat([_one_product(row, values[at]) for row, at in zip(rows.split(1), expert.tolist(), strict=True)])
+
+
+# A captured program calls it whole: taken apart, it would copy every expert that is chosen.
+_choices_operator = torch.library.custom_op(
+    "funcmodels::choice_products", _choice_products, mutates_args=(),
+    schema="(Tensor rows, Tensor values, Tensor expert) -> Tensor",
+)  # fmt: skip
+_choices_operator.register_fake(
+    lambda rows, values, expert: rows.new_empty(
+        (rows.shape[0], values.shape[1]), dtype=torch.int32 if values.dtype == torch.int8 else rows.dtype
+    )
+)
 
 
 def _feed_forward(x: Tensor, token: Tensor, expert: Tensor, gate_up: Any, down: Any, products: Products) -> Tensor:
