@@ -124,6 +124,22 @@ def test_latent_attention_reads_a_quantised_up_projection_dequantised(kind: str,
     torch.testing.assert_close(scored(model, small), scored(model, plain), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("scheme", ["W8A8_DYNAMIC", "W8A8_MXFP8"])
+@pytest.mark.parametrize("kind", sorted(EXPERTS))
+def test_a_router_may_be_quantised(kind: str, scheme: str, tmp_path: Path) -> None:
+    """Exports of some models do so; it is saved, loaded, and scores experts nearly as the float one."""
+    model, params = whole(kind)
+    small = trees.quantize(params, {"**.router.weight": scheme}, keep=("mtp.**",))
+    trees.save(small, tmp_path, model.whole_spec(), model.family.names, dict(model.config_json))
+    again, loaded = fm.load(tmp_path, torch.float32)
+    assert trees.equal(loaded, small)
+    batch = fm.Batch.from_lists(PROMPTS)
+    with torch.no_grad():
+        chosen = [again.forward(tree, None, batch, outputs=("router",))[0].extra["router"] for tree in (loaded, params)]
+    assert not torch.equal(chosen[0].weights, chosen[1].weights)
+    assert (chosen[0].ids == chosen[1].ids).float().mean() > 0.7
+
+
 @torch.no_grad()
 def run_in_parts(model: fm.Model, params: Any, split: list[list[int]]) -> Tensor:
     """Logits of all tokens of the prompts, so many of each at a time."""

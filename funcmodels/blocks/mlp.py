@@ -115,8 +115,14 @@ def grouped_moe(
     params: GroupedMoe, x: Float[Tensor, "tokens hidden"], *, top_k: int, groups: int, kept_groups: int, scale: float
 ) -> tuple[Float[Tensor, "tokens hidden"], Routing]:
     """Weighted sum of the experts chosen by `route_grouped`, plus the shared expert; and the choice."""
-    router = params.router.weight
-    logits = ops.linear(x.to(router.dtype) if isinstance(router, Tensor) else x, router)
+    logits = router_logits(x, params.router.weight)
     weights, ids = ops.route_grouped(logits, top_k=top_k, groups=groups, kept_groups=kept_groups, scale=scale)
     routed = ops.experts(x, weights.to(x.dtype), ids, params.experts.gate_up, params.experts.down)
     return routed + mlp(params.shared, x), Routing(ids, weights)
+
+
+def router_logits(
+    x: Float[Tensor, "tokens hidden"], weight: Float[Tensor, "experts hidden"] | QuantizedWeight | PreparedWeight
+) -> Float[Tensor, "tokens experts"]:
+    """Scores of experts in the router's own dtype; a quantised router takes `x` as it is."""
+    return ops.linear(x.to(weight.dtype) if isinstance(weight, Tensor) else x, weight)

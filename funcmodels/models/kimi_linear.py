@@ -6,12 +6,15 @@ Text models. Source: `KimiLinearConfig` and `KimiLinearForCausalLM` of transform
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lowering import ops
+from lowering.weights import PreparedWeight
+from params.quant.values import QuantizedWeight
 from params.spec import TensorSpec
 from params.tree import tree, unchecked
 
@@ -20,7 +23,7 @@ from ..attention.kimi_delta import KimiDelta, kimi_delta, kimi_delta_spec
 from ..attention.mla import LatentAttention, LatentPages, latent_attention, latent_attention_spec, latent_pages
 from ..batch import Batch
 from ..blocks.linear import Embedding, Linear, Norm, embedding_spec, head_spec, norm_spec
-from ..blocks.mlp import Experts, Mlp, Routing, grouped_moe_spec, mlp, mlp_spec
+from ..blocks.mlp import Experts, Mlp, Routing, grouped_moe_spec, mlp, mlp_spec, router_logits
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state import Entry, State
 from ..step import Step, begin, finish
@@ -31,9 +34,11 @@ __all__ = ["KimiLinearConfig", "KimiLinearParams", "forward", "init_entries", "p
 
 @tree
 class Router:
-    """What scores experts, and what is added to the scores when they choose. Float32 whatever the model runs in."""
+    """What scores experts, and what is added to the scores when they choose. Float32, or the weight quantised."""
 
-    weight: Float[Tensor, "experts hidden"]
+    projections: ClassVar[tuple[str, ...]] = ("weight",)
+
+    weight: Float[Tensor, "experts hidden"] | QuantizedWeight | PreparedWeight
     bias: Float[Tensor, " experts"]
 
 
@@ -174,7 +179,7 @@ def _feed_forward(
     if isinstance(params, Mlp):
         return mlp(params, x)
     weights, ids = ops.route_sigmoid(
-        ops.linear(x.to(params.router.weight.dtype), params.router.weight), params.router.bias,
+        router_logits(x, params.router.weight), params.router.bias,
         top_k=config.num_experts_per_token, groups=config.num_expert_group, kept_groups=config.topk_group,
         scale=config.routed_scaling_factor, renormalise=config.moe_renormalize,
     )  # fmt: skip
