@@ -14,6 +14,7 @@ import params as trees
 from funcmodels import loading
 from funcmodels.text import Tokenizer
 from tests import tiny
+from tests.oracle.states import refuses
 
 
 @pytest.fixture(scope="module")
@@ -138,13 +139,17 @@ def test_bundled_stands_for_the_directory_in_the_package(
     ("given", "kind", "message"),
     [
         ({"path_or_hub_id": "nowhere"}, fm.CheckpointError, "no directory nowhere"),
-        ({"mesh": "dp"}, TypeError, "mesh='dp': give a DeviceMesh of one axis"),
         ({"dtype": torch.int8}, fm.CheckpointError, "cannot have dtype"),
     ],
 )
 def test_mistakes(given: dict[str, Any], kind: type[Exception], message: str, directory: Path) -> None:
     with pytest.raises(kind, match=message):
         fm.load(**{"path_or_hub_id": directory, **given})
+
+
+def test_a_mesh_that_is_none(directory: Path) -> None:
+    with refuses(TypeError, "mesh='dp': give a DeviceMesh of one axis"):
+        fm.load(directory, mesh="dp")  # type: ignore[arg-type]
 
 
 def test_a_config_file_can_be_named(directory: Path) -> None:
