@@ -267,6 +267,7 @@ def test_explain_reports_what_a_run_records() -> None:
     assert "onednn_packed" in str(explained) and "rms_norm" in repr(explained)
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize("case", [case for case in CASES if not case.bench], ids=str)
 def test_explain_agrees_with_the_run(case: Case) -> None:
     """For every op and case, host-reading kernels included, whose bodies a dry run replaces by the reference."""

@@ -143,6 +143,7 @@ def test_one_policy_turns_the_native_norm_on_everywhere(target: str, made: tuple
     }  # fmt: skip
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize("lists", [[[1], [2], [3]], [[1] * 700, [2] * 30, []], [[1] * 4, [2] * 4, [3] * 4]], ids=len)
 @pytest.mark.parametrize("size", PUBLISHED)
 @pytest.mark.parametrize("target", ASCEND)
