@@ -39,6 +39,7 @@ def laid_out(kernel: Kernel, case: Case, dtype: torch.dtype) -> tuple[tuple[Any,
     return prepared(OPS[case.op], kernel, args), kwargs
 
 
+@pytest.mark.plain  # test_types runs the same pairs with checks
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize(("case", "kernel"), PAIRS)
 def test_a_kernel_equals_the_reference(case: Case, kernel: Kernel, dtype: torch.dtype) -> None:

@@ -170,6 +170,7 @@ def strided(x: Tensor) -> Tensor:
     return view
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_strided_arguments(case: Case) -> None:
     """Each tensor argument in turn as a non-contiguous view, through every kernel that takes the call."""

@@ -10,6 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.plain  # a hook of its own, so that a hooked run would be the same again
+
 ROOT = Path(__file__).parents[2]
 HOOKED = """
 from jaxtyping import install_import_hook

@@ -110,6 +110,7 @@ def test_padding_and_idle_rows(op: str, kernel: str, make: Callable[[Draw], Argu
     check(Case(op, "padded", poisoned, 260), kernel, "ascend910b", torch.bfloat16, tokens=sum(rows.counts))
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize("target", ASCEND)
 def test_strided_arguments(target: str) -> None:
     """Operators are documented for contiguous tensors; ours may be views, which kernels must copy."""
