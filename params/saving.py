@@ -38,8 +38,7 @@ def save(
 
     `config.json` is `config` with the dtype that is saved. With a nested `text_config` the tensors get the wrapper's
     names, else the text-only class's. More than `max_shard_bytes` becomes several files and an index. Only weights and
-    `config.json` are written: copy `tokenizer.json` and `generation_config.json`, with their kin, from the checkpoint
-    that the tree came from, or the copy takes and gives token ids only.
+    `config.json` are written: `funcmodels.save` brings the tokenizer's files along.
 
     A directory with other weights is refused: only files of the very names that are written are replaced. Everything
     is written under hidden temporary names first, then renamed.

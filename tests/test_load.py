@@ -154,3 +154,29 @@ def test_a_mesh_that_is_none(directory: Path) -> None:
 
 def test_a_config_file_can_be_named(directory: Path) -> None:
     assert fm.build(directory / "config.json").config == fm.build(directory).config
+
+
+def test_what_is_saved_takes_and_gives_text(directory: Path, tmp_path: Path) -> None:
+    model, params = fm.load(directory, dtype=torch.float32)
+    saved = fm.save(model, params, tmp_path / "saved", max_shard_bytes=50_000)
+    again, loaded = fm.load(saved, dtype=None)
+    assert len(list(saved.glob("*.safetensors"))) > 1 and trees.equal(loaded, params)
+    assert model.tokenizer is not None and again.tokenizer is not None
+    assert again.tokenizer.encode("def f(x):") == model.tokenizer.encode("def f(x):")
+    assert again.tokenizer.eos == (0, 3)
+    fm.save(again, loaded, saved, max_shard_bytes=50_000)  # over itself
+    assert fm.load(saved)[0].tokenizer == again.tokenizer
+
+
+def test_weights_without_a_tokenizer_are_saved_too(tmp_path: Path) -> None:
+    model = fm.build(tiny.oracle().config.to_dict())
+    saved = fm.save(model, model.init_params(seed=3), tmp_path)
+    assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
+    assert trees.equal(fm.load(saved, dtype=None)[1], model.init_params(seed=3))
+
+
+def test_a_ranks_part_is_not_saved(directory: Path, tmp_path: Path) -> None:
+    whole, params = fm.load(directory)
+    with refuses(fm.ConfigError, "rank 1 of 2"):
+        fm.save(whole.sharded(trees.Ranks(1, 2, "tp")), params, tmp_path / "part")
+    assert not (tmp_path / "part").exists()
