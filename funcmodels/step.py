@@ -28,9 +28,9 @@ from .token_log import TokenLog, written
 E = TypeVar("E", bound=Entry)
 A = TypeVar("A", bound=Appended)
 
-MAX_KEPT_STEPS = 8
-"""Most tokens a row may offer with `keep_steps` when a layer is recurrent: what Ascend's recurrent delta-rule
-operator serves in one call."""
+MAX_KEPT_STEPS = 16
+"""Most tokens a row may offer with `keep_steps` when a layer is recurrent: what kernels of the delta rule that go token
+by token are meant for. The window of a DFlash block, at its default size, is as long."""
 
 
 @dataclass(frozen=True)

@@ -242,7 +242,7 @@ def test_what_is_no_draft_is_refused(draft: Any, loaded: Loaded) -> None:
 
 REFUSED = [
     ({"draft": "dflash"}, "'dflash' is not a known draft"),
-    ({"draft": "mtp", "draft_steps": 8}, "draft_steps must be at most 7, found 8"),
+    ({"draft": "mtp", "draft_steps": 16}, "draft_steps must be at most 15, found 16"),
     ({"draft": "mtp", "draft_steps": 0}, "draft_steps must be at least 1, found 0"),
 ]  # fmt: skip
 

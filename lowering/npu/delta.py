@@ -21,8 +21,10 @@ from ..target import ASCEND
 from .features import npu
 from .kernel import above, empty, fused, wrong_dtype
 
-MOST_STEPS = 8
+A_CALL = 8
 """Tokens a row that the recurrent operator takes."""
+MOST_STEPS = 16
+"""Tokens a row for which it is called, as often as that takes: the window of a DFlash block, at its default size."""
 CHUNKED_DIM = 128
 """The one size of keys and values that the chunked operator takes."""
 
@@ -60,18 +62,27 @@ def _refuse_recurrent(q, k, v, decay, beta, state, query_start, *, max_query, un
 )
 def _recurrent(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps):
     gates = decay.float(), beta.to(q.dtype)
-    q3, k3, v3, g, b = (to_rectangle(x, query_start, max_query, uniform) for x in (q, k, v, *gates))
-    rows = q3.shape[0]
-    lengths = torch.full((rows,), max_query, dtype=torch.int32, device=q.device)
+    inputs = [to_rectangle(x, query_start, max_query, uniform) for x in (q, k, v, *gates)]
+    outputs, after = [], state.contiguous()
+    for pieces in zip(*(x.split(A_CALL, 1) for x in inputs), strict=True):
+        out, after = _steps(pieces, after)
+        outputs.append(out)
+    out = torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
+    out = to_flat(out, query_start, q.shape[0], uniform)
+    return (out, state, DeltaInputs(state, *inputs[1:])) if keep_steps else (out, after, None)
+
+
+def _steps(inputs: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
+    """One call: outputs [rows steps v_heads v_dim], and the state after them."""
+    q, k, v, g, b = (x.flatten(0, 1).contiguous() for x in inputs)
+    rows, steps = inputs[0].shape[:2]
     # One slot a row, given once for each of its tokens: the state after a token is written over the one before it.
-    slots = torch.arange(rows, dtype=torch.int32, device=q.device).repeat_interleave(max_query)
+    slots = torch.arange(rows, dtype=torch.int32, device=q.device).repeat_interleave(steps)
     out, after = npu.npu_recurrent_gated_delta_rule_functional(
-        *(x.flatten(0, 1).contiguous() for x in (q3, k3, v3)), state.contiguous(), scale=1.0,
-        beta=b.flatten(0, 1).contiguous(), g=g.flatten(0, 1).contiguous(), actual_seq_lengths=lengths,
-        ssm_state_indices=slots,
+        q, k, v, state, scale=1.0, beta=b, g=g, ssm_state_indices=slots,
+        actual_seq_lengths=torch.full((rows,), steps, dtype=torch.int32, device=q.device),
     )  # fmt: skip
-    out = to_flat(out.unflatten(0, (rows, max_query)), query_start, q.shape[0], uniform)
-    return (out, state, DeltaInputs(state, k3, v3, g, b)) if keep_steps else (out, after, None)
+    return out.unflatten(0, (rows, steps)), after
 
 
 def _refuse_chunked(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps) -> str | None:

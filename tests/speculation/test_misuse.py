@@ -22,7 +22,7 @@ from tests.speculation.rounds import GREEDY
 
 @dataclass
 class Case:
-    """Two rows of 3 and 2 tokens, with room for 12, a proposal of three drafts for each, and its verdict."""
+    """Two rows of 3 and 2 tokens, with room for 20, a proposal of three drafts for each, and its verdict."""
 
     one: MtpPair
     head: Any
@@ -49,7 +49,7 @@ class Case:
 def case() -> Case:
     one = mtp.small("dense")
     head = fm.draft(one.model, "mtp")
-    empty = one.model.init_state(2, 12, page_size=4, pages=8, checked=True)
+    empty = one.model.init_state(2, 20, page_size=4, pages=8, checked=True)
     batch = fm.Batch.from_lists([[1, 2, 3], [4, 5]])
     prompt, state = one.model.forward(one.params, empty, batch)
     following = fm.next_tokens(batch, torch.tensor([6, 7]))
@@ -117,15 +117,15 @@ MISUSES: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
         lambda c: c.propose(c.dstate, c.carry, 0), ValueError, "propose: steps must be at least 1, found 0",
     ),
     "proposing past the end of a row": (
-        lambda c: c.propose(c.dstate, c.carry, 11), ValueError,
-        "row 0: 10 new tokens do not fit: it holds 3, and max_len is 12",
+        lambda c: c.propose(c.dstate, c.carry, 19), ValueError,
+        "row 0: 18 new tokens do not fit: it holds 3, and max_len is 20",
     ),
     "a window past the end of a row": (
-        lambda c: c.propose(c.dstate, c.carry, 10)[0].batch(c.state), ValueError,
-        "row 0: 11 new tokens do not fit: it holds 3, and max_len is 12",
+        lambda c: c.propose(c.dstate, c.carry, 18)[0].batch(c.state), ValueError,
+        "row 0: 19 new tokens do not fit: it holds 3, and max_len is 20",
     ),
     "a window of more than a model keeps": (
-        lambda c: advance(c.one, c.state, [[1] * 9, []], keep_steps=True), ValueError, "at most 8 can be kept",
+        lambda c: advance(c.one, c.state, [[1] * 17, []], keep_steps=True), ValueError, "at most 16 can be kept",
     ),
     "a window for other rows": (
         lambda c: c.proposal.batch(fm.select(c.state, [0])), fm.StateError, "the batch has 2 rows, the state has 1",
