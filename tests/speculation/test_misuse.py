@@ -49,7 +49,7 @@ class Case:
 def case() -> Case:
     one = mtp.small("dense")
     head = fm.draft(one.model, "mtp")
-    empty = one.model.init_state(2, 20, page_size=4, pages=8, checked=True)
+    empty = one.model.init_state(2, 20, page_size=4, pages=16, checked=True)
     batch = fm.Batch.from_lists([[1, 2, 3], [4, 5]])
     prompt, state = one.model.forward(one.params, empty, batch)
     following = fm.next_tokens(batch, torch.tensor([6, 7]))
