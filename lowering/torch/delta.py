@@ -1,9 +1,10 @@
-"""The gated delta rule in chunks for prompts, with one decay a head, and as one update for decoding, with either.
+"""The gated delta rule in chunks, for prompts and windows to verify, with one decay a head; for decoding as one update.
 
 The chunked form solves, per chunk of tokens, for what each token writes, and carries the state from chunk to chunk:
 with c the running sum of log decays, L_ij = exp(c_i - c_j) for j <= i and A = strict lower triangle of beta k k^T L,
     D = (I + A)^-1 beta (v - exp(c) k S^T),
     o = exp(c) q S^T + (q k^T L) D,   S <- exp(c_last) S + D^T (exp(c_last - c) k)
+Where steps are kept, D is what the tokens wrote, and no new state is made.
 Source: the chunkwise algorithm of Gated Delta Networks (arXiv 2412.06464), section 3.
 """
 
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.delta import gated_delta_rule, of_channels
+from ..ops.delta import DeltaTrail, gated_delta_rule, of_channels
 from ..ops.ragged import to_flat, to_rectangle
 from ..ops.widen import wide_dtype
 from ..target import EVERY
@@ -26,11 +28,24 @@ CHUNK = 32
 SMALLEST = 1e-30
 """Decays and state entries below this are taken as zero. Left alone, an entry that is never written again decays to a
 denormal number and, rounding to nearest, stays there for good; some machines take tenfold time over those."""
+FEWEST = 2
+"""Tokens a row from which chunks pay."""
 
 
-Chunk = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+class Chunk(NamedTuple):
+    """Outputs [heads tokens v_dim], what each token wrote [heads tokens v_dim], and what makes the state after.
+
+    The state is [heads v_dim k_dim], and not wanted where steps are kept.
+    """
+
+    out: Tensor
+    writes: Tensor
+    after: Callable[[], Tensor]
+
+
+OfChunk = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Chunk]
 """From a chunk's q, k [heads tokens k_dim], v [heads tokens v_dim], log decays [heads tokens ...], write strengths
-[heads tokens] and the state before it [heads v_dim k_dim] to its outputs [heads tokens v_dim] and the state after."""
+[heads tokens] and the state before it [heads v_dim k_dim]."""
 
 
 def exp(x: Tensor) -> Tensor:
@@ -70,9 +85,9 @@ def _step(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_
 
 def too_short(max_query: int, keep_steps: bool) -> str | None:
     """Why chunks do not take a call, if they do not."""
-    if keep_steps:
-        return "keeps no steps"
-    return None if max_query >= 8 else f"pays from 8 tokens a row on; this call has at most {max_query}"
+    if keep_steps and max_query > CHUNK:
+        return f"keeps the steps of at most {CHUNK} tokens a row; this call has {max_query}"
+    return None if max_query >= FEWEST else f"pays from {FEWEST} tokens a row on; this call has at most {max_query}"
 
 
 def _refuse_chunked(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps) -> str | None:
@@ -83,34 +98,43 @@ def _refuse_chunked(q, k, v, decay, beta, state, query_start, *, max_query, unif
 
 @gated_delta_rule.kernel("torch_chunked", targets=EVERY, refuse=_refuse_chunked)
 def _chunked(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps):
-    return in_chunks(_chunk, CHUNK, (q, k, v, decay, beta), state, query_start, max_query, uniform)
+    return in_chunks(_chunk, (q, k, v, decay, beta), state, query_start, max_query, uniform, keep_steps)
 
 
 def in_chunks(
-    chunk: Chunk, size: int, inputs: tuple[Tensor, ...], state: Tensor | None, query_start: Tensor, max_query: int,
-    uniform: bool,
-) -> tuple[Tensor, Tensor | None, None]:  # fmt: skip
-    """What `gated_delta_rule` returns, by `chunk` over `size` tokens of every row at a time."""
+    chunk: OfChunk, inputs: tuple[Tensor, ...], state: Tensor | None, query_start: Tensor, max_query: int,
+    uniform: bool, keep_steps: bool,
+) -> tuple[Tensor, Tensor | None, DeltaTrail | None]:  # fmt: skip
+    """What `gated_delta_rule` returns, by `chunk` over some tokens of every row at a time."""
     q, k, v, decay, beta = inputs
-    q3, k3, v3, g, b = (to_rectangle(x, query_start, max_query, uniform) for x in (q, k, v, decay, beta))
-    rows, _, v_heads, v_dim = v3.shape
+    rectangles = [to_rectangle(x, query_start, max_query, uniform) for x in inputs]
+    rows, _, v_heads, v_dim = rectangles[2].shape
     shared, k_dim = v_heads // k.shape[1], k.shape[2]
     dtype = wide_dtype(q, k, v, decay, beta, state)
-    now = v3.new_zeros(rows * v_heads, v_dim, k_dim, dtype=dtype)
+    now = v.new_zeros(rows * v_heads, v_dim, k_dim, dtype=dtype)
     if state is not None:
         now = state[:rows].to(dtype).flatten(0, 1)
-    outputs = []
-    for at in range(0, max_query, size):
-        piece = slice(at, at + size)
-        qs, ks = (_heads_first(x[:, piece], dtype, shared) for x in (q3, k3))
-        vs, gs, bs = (_heads_first(x[:, piece], dtype) for x in (v3, g, b))
-        out, now = chunk(qs, ks, vs, gs, bs, now)
-        outputs.append(out.unflatten(0, (rows, v_heads)).transpose(1, 2).to(v.dtype))
+    outputs, made = [], None
+    for pieces in zip(*(x.split(CHUNK, 1) for x in rectangles), strict=True):
+        qs, ks = (_heads_first(x, dtype, shared) for x in pieces[:2])
+        made = chunk(qs, ks, *(_heads_first(x, dtype) for x in pieces[2:]), now)
+        outputs.append(_tokens_first(made.out, rows).to(v.dtype))
+        if not keep_steps:
+            now = made.after()
     out = to_flat(torch.cat(outputs, 1), query_start, v.shape[0], uniform)
     if state is None:
         return out, None, None
+    if keep_steps:
+        assert made is not None
+        keys = rectangles[1].to(dtype).repeat_interleave(shared, 2)
+        return out, state, DeltaTrail(state, keys, _tokens_first(made.writes, rows), rectangles[3].to(dtype))
     now = F.hardshrink(now, SMALLEST)
     return out, torch.cat((now.view(rows, *state.shape[1:]).to(state.dtype), state[rows:])), None
+
+
+def _tokens_first(x: Tensor, rows: int) -> Tensor:
+    """[rows * heads tokens ...] to [rows tokens heads ...]."""
+    return x.unflatten(0, (rows, -1)).transpose(1, 2)
 
 
 def _heads_first(x: Tensor, dtype: torch.dtype, shared: int = 1) -> Tensor:
@@ -119,8 +143,8 @@ def _heads_first(x: Tensor, dtype: torch.dtype, shared: int = 1) -> Tensor:
     return (x if shared == 1 else x.repeat_interleave(shared, 1)).flatten(0, 1)
 
 
-def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """A `Chunk` with log decays [heads tokens]."""
+def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, state: Tensor) -> Chunk:
+    """An `OfChunk` with log decays [heads tokens]."""
     tokens = k.shape[1]
     c = g.cumsum(1)
     earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=k.device).tril(-1)
@@ -130,9 +154,13 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, state: Tensor)
     keys_queries = torch.cat((k, q), 1)
     chained, near = ((keys_queries @ k.mT).unflatten(1, (2, -1)) * spread[:, None]).unbind(1)
     read, far = (keys_queries @ state.mT).split(tokens, 1)
-    grown, whole = exp(c)[..., None], exp(c[:, -1])[:, None, None]
+    grown = exp(c)[..., None]
     solved = torch.linalg.solve_triangular(b[..., None] * chained, one.expand_as(near), upper=False, unitriangular=True)
     writes = (solved * b[:, None]) @ torch.addcmul(v, grown, read, value=-1)
     out = torch.baddbmm(grown * far, near, writes)
-    left = k * exp(c[:, -1:] - c)[..., None]
-    return out, torch.addcmul(writes.mT @ left, whole, state)
+
+    def after() -> Tensor:
+        left = k * exp(c[:, -1:] - c)[..., None]
+        return torch.addcmul(writes.mT @ left, exp(c[:, -1])[:, None, None], state)
+
+    return Chunk(out, writes, after)

@@ -16,10 +16,7 @@ from torch import Tensor
 
 from ..ops.delta import gated_delta_rule
 from ..target import EVERY
-from .delta import exp, in_chunks, too_short
-
-CHUNK = 32
-"""Tokens a chunk, a power of two."""
+from .delta import Chunk, exp, in_chunks, too_short
 
 
 def _refuse(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps) -> str | None:
@@ -30,11 +27,11 @@ def _refuse(q, k, v, decay, beta, state, query_start, *, max_query, uniform, kee
 
 @gated_delta_rule.kernel("torch_chunked_channels", targets=EVERY, refuse=_refuse)
 def _chunked(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps):
-    return in_chunks(_chunk, CHUNK, (q, k, v, decay, beta), state, query_start, max_query, uniform)
+    return in_chunks(_chunk, (q, k, v, decay, beta), state, query_start, max_query, uniform, keep_steps)
 
 
-def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """A `delta.Chunk` with log decays [heads tokens k_dim]."""
+def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, state: Tensor) -> Chunk:
+    """A `delta.OfChunk` with log decays [heads tokens k_dim]."""
     tokens = k.shape[1]
     filled = 1 << (tokens - 1).bit_length()
     if filled > tokens:
@@ -48,7 +45,11 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, state: Tensor)
     solved = torch.linalg.solve_triangular(b[..., None] * chained, one, upper=False, unitriangular=True)
     writes = (solved * b[:, None]) @ (v - read)
     out = torch.baddbmm(far, near, writes)
-    return out[:, :tokens], torch.addcmul(writes.mT @ (k * exp(left)), grown[:, -1:], state)
+
+    def after() -> Tensor:
+        return torch.addcmul(writes.mT @ (k * exp(left)), grown[:, -1:], state)
+
+    return Chunk(out[:, :tokens], writes[:, :tokens], after)
 
 
 def _pairs(q: Tensor, k: Tensor, g: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:

@@ -59,7 +59,7 @@ def test_every_kernel_is_the_recurrence(rows: Rows, state: bool, dtype: torch.dt
     args, kwargs = delta(rows, 3, 3, 8, 12, state=state, keep_steps=False, channels=True)(Draw(dtype, 1))
     expected, after = by_rows(rows, args)
     names = kernels_for(args, kwargs)
-    assert (CHUNKED in names) == (kwargs["max_query"] >= 8) and "torch_chunked" not in names
+    assert (CHUNKED in names) == (kwargs["max_query"] >= 2) and "torch_chunked" not in names
     for name in names:
         with lowering.use(gated_delta_rule=name):
             out, new, trail = gated_delta_rule(*args, **kwargs)
@@ -277,7 +277,7 @@ def test_fused_rules_refuse_a_decay_a_channel_in_words(target: str) -> None:
         )(Draw(torch.bfloat16))
         choice = gated_delta_rule.explain(*args, target=target, **kwargs)
         shown |= choice.refused
-        assert choice.kernel.name == (CHUNKED if rows is ROWS[2] else "torch")
+        assert choice.kernel.name == CHUNKED
     assert "a decay a channel, is documented as not supported" in shown["npu_recurrent_gated_delta_rule"]
     assert shown["npu_chunk_gated_delta_rule"] == "takes one decay a head; this call has one a channel"
     gates = ops.channel_gates.explain(*_gates(), target=target)

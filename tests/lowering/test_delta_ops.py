@@ -161,25 +161,30 @@ def test_a_trail_stands_after_any_token(accepted: tuple[int, ...], recurrent: to
     args, kwargs = delta(VERIFY, 2, 6, 8, 12, state=True, keep_steps=True)(Draw(torch.float32, 4))
     args = (*args[:5], args[5].to(recurrent), args[6])
     before = args[5].clone()
-    out, kept, trail = gated_delta_rule(*args, **kwargs)
-    assert torch.equal(kept, before) and isinstance(trail, DeltaTrail)
-    assert_close(out, by_rows(VERIFY, args)[0], length=130, dtype=torch.float32)
-    found = trail.at(torch.tensor(accepted, dtype=torch.int32))
-    assert found.dtype == recurrent and torch.equal(found[-1], before[-1])
-    for row, count in enumerate(accepted):
-        part = slice(4 * row, 4 * row + count)
-        _, after = recurrence(args[:5], part, before[row])
-        assert_close(found[row], after, length=130, dtype=recurrent)
+    expected = by_rows(VERIFY, args)[0]
+    for name in kernels_for(args, kwargs):
+        with lowering.use(gated_delta_rule=name):
+            out, kept, trail = gated_delta_rule(*args, **kwargs)
+        assert torch.equal(kept, before) and isinstance(trail, DeltaTrail)
+        assert_close(out, expected, length=130, dtype=torch.float32)
+        found = trail.at(torch.tensor(accepted, dtype=torch.int32))
+        assert found.dtype == recurrent and torch.equal(found[-1], before[-1])
+        for row, count in enumerate(accepted):
+            part = slice(4 * row, 4 * row + count)
+            _, after = recurrence(args[:5], part, before[row])
+            assert_close(found[row], after, length=130, dtype=recurrent)
 
 
 def test_a_trail_of_ragged_rows() -> None:
     """Rows shorter than the longest, an idle row: each stands after its own tokens."""
     rows = Rows("ragged", (3, 0, 1), (2, 4, 6), padding=2)
     args, kwargs = delta(rows, 2, 6, 8, 12, state=True, keep_steps=True)(Draw(torch.float32, 5))
-    _, _, trail = gated_delta_rule(*args, **kwargs)
-    found = trail.at(torch.tensor([2, 0, 1], dtype=torch.int32))
-    for row, part in enumerate((slice(0, 2), slice(3, 3), slice(3, 4))):
-        assert_close(found[row], recurrence(args[:5], part, args[5][row])[1], dtype=torch.float32, length=130)
+    for name in kernels_for(args, kwargs):
+        with lowering.use(gated_delta_rule=name):
+            _, _, trail = gated_delta_rule(*args, **kwargs)
+        found = trail.at(torch.tensor([2, 0, 1], dtype=torch.int32))
+        for row, part in enumerate((slice(0, 2), slice(3, 3), slice(3, 4))):
+            assert_close(found[row], recurrence(args[:5], part, args[5][row])[1], dtype=torch.float32, length=130)
 
 
 def test_nothing_reads_padding() -> None:

@@ -82,6 +82,7 @@ BLOCK = "block_attention"
 RULE, STEPS, CHUNK = "gated_delta_rule", "npu_recurrent_gated_delta_rule", "npu_chunk_gated_delta_rule"
 CONV, POST = "npu_fused_causal_conv1d", "npu_mhc_post"
 SHORT, LONG = "verify_2_4_128_bf16_window", "ragged_2_4_128_bf16_window"
+LONGER = "two_chunks_and_tail_2_4_128_bf16_window"
 MOE = "npu_grouped_experts"
 
 TOPK, INDEX = "index_scores_topk", "ragged_4x128"
@@ -182,7 +183,7 @@ REFUSALS: list[tuple[str, str, str, Change, str]] = [
     ("write_pages", "npu_scatter_pa_kv_cache", "scattered", shaped(k=(0, 2, 8), v=(0, 2, 5), slots=(0,)),
      "takes no empty tensor; k is [0, 2, 8]"),
     (RULE, STEPS, SHORT, but(state=None), "continues a state; this call has none"),
-    (RULE, STEPS, "two_chunks_and_tail_2_4_128_bf16_window", lambda given: given,
+    (RULE, STEPS, LONGER, lambda given: given,
      "takes at most 16 tokens a row; this call has 130"),
     (RULE, STEPS, SHORT, to(F32, "state"),
      "takes a bfloat16 state, and this one is float32: init_state(recurrent_dtype=torch.bfloat16) makes one"),
@@ -320,7 +321,7 @@ def test_an_operator_that_a_version_lacks_is_named_with_the_first_that_has_it() 
         "operator npu_chunk_gated_delta_rule is not in torch_npu 2.8.0.post5; "
         "the first version that has it is 2.10.0.post6"
     )
-    given = arguments(RULE, LONG)
+    given = arguments(RULE, LONGER)
     old = named("ascend910b", torch_npu="2.8.0")
     args, kwargs = split(RULE, given)
     choice = ops.gated_delta_rule.explain(*args, target=old, **kwargs)
