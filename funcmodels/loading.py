@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import params as checkpoints
 from params.checkpoint import Tables
 from params.errors import CheckpointError
-from params.quant.description import FILE as DESCRIPTION
+from params.quant.schemes import is_quantized_checkpoint
 from params.sharding import Ranks
 
 from .model import Model, build
@@ -67,7 +67,7 @@ def without_weights(
     is enough. `schemes` quantises these as `params.quantize` does, from pattern of leaf path to word.
     """
     directory = directory_of(path_or_hub_id)
-    if (directory / DESCRIPTION).is_file():
+    if is_quantized_checkpoint(directory):
         directory, tensors, model = open_checkpoint(path_or_hub_id)
         spec = checkpoints.quantized_spec(directory, model.whole_spec(), model.family.names, tensors)
     else:

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from params.quant.rounding import int4_correction, int4_weight, int8_range, int8_weight, mxfp8, pack_int4
+from params.quant.rounding import int4_correction, int4_weight, int8_range, int8_weight, mxfp4, mxfp8, pack_int4
 from params.quant.values import (
     Int4Weight,
     Int8Weight,
+    MXFP4Weight,
     MXFP8Weight,
     QuantizedWeight,
     SplitWeight,
@@ -149,6 +150,12 @@ def _norms() -> list[Case]:
         for op in ("gated_rms_norm", "gated_rms_norm_fp32"):
             for activation in ("silu", "sigmoid"):
                 made.append(Case(op, f"{name}_{activation}", _gated_norm(activation, *shape), **marks))
+
+    def wide_weight(draw: Draw) -> Arguments:
+        args = draw.normal(5, 6, 32), draw.normal(5, 6, 32), draw.normal(32, dtype=torch.float32)
+        return args, {"eps": 1e-5, "activation": "sigmoid"}
+
+    made.append(Case("gated_rms_norm_fp32", "wide_weight", wide_weight, 32))
     for op in ("rms_norm", "gemma_rms_norm"):
         made.append(Case(op, "large_eps", _norm(5, 12, eps=0.5), 12))
     made.append(Case("add_rms_norm", "large_eps", lambda draw: (_add_norm(5, 12)(draw)[0], {"eps": 0.5}), 12))
@@ -161,6 +168,13 @@ def _projections() -> list[Case]:
     def linear(lead: tuple[int, ...], inputs: int, outputs: int) -> Callable[[Draw], Arguments]:
         return lambda draw: ((draw.normal(*lead, inputs), draw.normal(outputs, inputs)), {})
 
+    def corrected(rows: int, vocab: int, rank: int, outputs: int) -> Callable[[Draw], Arguments]:
+        shapes = (rows, vocab), (rows, rank), (outputs, rank), (vocab, 24)
+        return lambda draw: (tuple(draw.normal(*shape) for shape in shapes), {})
+
+    def among(make: Callable[[Draw], Arguments], *only: int) -> Callable[[Draw], Arguments]:
+        return lambda draw: ((*make(draw)[0], torch.tensor(only)), {})
+
     shapes = {
         "decode": ((3,), 1024, 640), "one": ((1,), 256, 32), "narrow": ((5,), 96, 1), "awkward": ((7, 2), 33, 19),
         "empty": ((0,), 64, 32), "prompt_512": ((512,), 1024, 7168), "decode_8": ((8,), 1024, 7168),
@@ -171,6 +185,12 @@ def _projections() -> list[Case]:
         for name, shape in shapes.items()
     ]
     made.append(Case("embedding", "ids", lambda draw: ((draw.ids(97, 5), draw.normal(97, 24)), {})))
+    made += [
+        Case("greedy_token", "decode", linear((3,), 1024, 640), 1024),
+        Case("greedy_token", "of_a_draft", among(linear((7, 2), 33, 19), 18, 2, 7, 5), 33),
+        Case("greedy_markov_token", "block", corrected(5, 97, 14, 103), 14),
+        Case("greedy_markov_token", "of_a_draft", among(corrected(2, 19, 6, 4), 18, 2, 7, 5), 6),
+    ]
     for name, shape, bench in (
         ("mlp", (5, 512), False),
         ("lead", (2, 3, 14), False),
@@ -178,11 +198,14 @@ def _projections() -> list[Case]:
     ):
         for op in ("swiglu", "geglu"):
             made.append(Case(op, name, lambda draw, shape=shape: ((draw.normal(*shape),), {}), bench=bench))
+    for name, shape, caps in (("caps", (5, 512), (4.0, 25.0)), ("gate_cap", (2, 3, 14), (0.5, None))):
+        kwargs = {"caps": caps}
+        made.append(Case("swiglu", name, lambda draw, shape=shape, kw=kwargs: ((8 * draw.normal(*shape),), kw)))
     return made
 
 
 def _experts(
-    tokens: int, hidden: int, experts: int, inner: int, choices: int, scheme: str | None = None
+    tokens: int, hidden: int, experts: int, inner: int, choices: int, scheme: str | None = None, **caps: Any
 ) -> Callable[[Draw], Arguments]:
     def make(draw: Draw) -> Arguments:
         weights = draw.uniform(0.1, 1.0, tokens, choices).to(draw.dtype)
@@ -192,7 +215,7 @@ def _experts(
         ]
         if scheme is not None:
             both = [_QUANTIZED[scheme](weight.float()) for weight in both]
-        return (draw.normal(tokens, hidden), weights, draw.distinct(experts, tokens, choices), *both), {}
+        return (draw.normal(tokens, hidden), weights, draw.distinct(experts, tokens, choices), *both), caps
 
     return make
 
@@ -242,6 +265,8 @@ _QUANTIZED: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "w4a8_dynamic_groups": _int4_groups,
     "w8a8_mxfp8": lambda weight: MXFP8Weight(*mxfp8(weight, "half_away")),
     "w8a8_mxfp8_slice": lambda weight: MXFP8Weight(*mxfp8(F.pad(weight, (20, 8)), "half_away"), padding=(20, 8)),
+    "w4a16_mxfp4": lambda weight: MXFP4Weight(*mxfp4(weight)),
+    "w4a16_mxfp4_slice": lambda weight: MXFP4Weight(*mxfp4(F.pad(weight, (20, 8))), padding=(20, 8)),
     "split": lambda weight: SplitWeight((Int8Weight(*int8_weight(weight[:-6])), weight[-6:])),
 }
 """Ways to quantise a float32 weight, by the scheme's word and what is particular about it."""
@@ -278,7 +303,7 @@ def _quantized() -> list[Case]:
         "decode": ((3,), 1024, 640), "lead": ((7, 2), 96, 20), "narrow": ((5,), 160, 8), "empty": ((0,), 64, 32),
         "decode_8": ((8,), 1024, 7168), "prompt_512": ((512,), 1024, 7168),
     }  # fmt: skip
-    for scheme in ("w8a8", "w8a8_dynamic", "w4a8_dynamic", "w8a8_mxfp8"):
+    for scheme in ("w8a8", "w8a8_dynamic", "w4a8_dynamic", "w8a8_mxfp8", "w4a16_mxfp4"):
         for name, shape in shapes.items():
             bench = name in ("decode_8", "prompt_512")
             if bench and scheme != "w8a8_dynamic":
@@ -292,11 +317,14 @@ def _quantized() -> list[Case]:
                 "empty": (0, 64, 5, 32, 2),
             }.items():
                 made.append(Case("experts", f"{scheme}_{name}", _experts(*sizes, scheme), _REQUANTIZED * sizes[1]))
+            capped = _experts(3, 64, 8, 64, 2, scheme, caps=(0.5, 0.25))
+            made.append(Case("experts", f"{scheme}_caps", capped, _REQUANTIZED * 64))
     wide = _experts(512, 256, 16, 64, 2, "w8a8_dynamic")
     made.append(Case("experts", "w8a8_dynamic_prompt_512", wide, _REQUANTIZED * 256, bench=True))
     for scheme in ("w8a8_by_bits", "w8a8_dynamic_groups", "w4a8_dynamic_groups", "split"):
         made.append(Case("linear", scheme, linear(scheme, (4,), 128, 22), 128))
-    made.append(Case("linear", "w8a8_mxfp8_slice", linear("w8a8_mxfp8_slice", (4,), 100, 22), 100))
+    for scheme in ("w8a8_mxfp8_slice", "w4a16_mxfp4_slice"):
+        made.append(Case("linear", scheme, linear(scheme, (4,), 100, 22), 100))
     return [replace(case, quantized=True) for case in made]
 
 
@@ -349,6 +377,8 @@ def _mixtures() -> list[Case]:
         Case("route_sigmoid", "as_they_are", sigmoid(4, 9, 3, groups=3, kept=1, renorm=False), 9),
         Case("experts", "tiny", _experts(6, 32, 8, 16, 2), 32),
         Case("experts", "one_token", _experts(1, 24, 5, 7, 1), 24),
+        Case("experts", "caps", _experts(6, 32, 8, 16, 2, caps=(0.5, 0.25)), 32),
+        Case("experts", "gate_cap", _experts(2, 24, 7, 9, 3, caps=(0.5, None)), 24),
         Case("experts", "empty", _experts(0, 24, 5, 7, 2), 24),
         Case("experts", "prompt_512", _experts(512, 256, 16, 64, 2), 256, bench=True),
     ]
@@ -557,7 +587,7 @@ def _latent_attentions() -> list[Case]:
             small = latent_rows(rows, 2, 12, 8 if layout == "nd" else 16, 10, 32, page_size, layout=layout, padding=3.0)
             made.append(Case("mla_prefix_attention", f"{rows.name}_small_{layout}_{page_size}", small, 130))
         made.append(Case("mla_prefix_attention", f"{rows.name}_no_rope", latent_rows(rows, 3, 7, 0, 5, 11, 5), 130))
-    for layout, page_size, heads in (("nd", 16, 2), ("nd", 128, 16), ("nz", 128, 16)):
+    for layout, page_size, heads in (("nd", 16, 2), ("nd", 128, 16), ("nz", 128, 6)):
         for rows in (ROWS[1], ROWS[3], ROWS[4], VERIFY):
             wide = latent_rows(rows, heads, 128, 64, 128, 512, page_size, layout=layout)
             made.append(Case("mla_prefix_attention", f"{rows.name}_wide_{layout}_{page_size}", wide, 512))
@@ -782,7 +812,22 @@ def _streams() -> list[Case]:
         made.append(Case("hyper_mix", name, _mix(*shape, rank, writes=True), **marks))
         made.append(Case("hyper_mix", f"{name}_reads", _mix(*shape, rank, writes=False), **marks))
         made.append(Case("hyper_inject", name, _inject(*shape), bench=marks["bench"]))
+    for name, shape in {
+        "tiny": (5, 3, 24), "first": (4, 0, 16), "awkward": (1, 8, 33), "empty": (0, 2, 8),
+        "prompt_128": (128, 8, 7168), "decode_8": (8, 8, 7168),
+    }.items():  # fmt: skip
+        marks = {"length": shape[2], "bench": shape[2] == 7168}
+        made.append(Case("attention_residual", name, _residual(*shape), **marks))
     return made
+
+
+def _residual(tokens: int, snapshots: int, hidden: int) -> Callable[[Draw], Arguments]:
+    # Scores are some units apart: rows count for much and for little.
+    def make(draw: Draw) -> Arguments:
+        rows = draw.normal(tokens, snapshots, hidden) * 3, draw.normal(tokens, hidden)
+        return (*rows, draw.normal(hidden), draw.normal(hidden) * 2 / hidden**0.5), {"eps": 1e-5}
+
+    return make
 
 
 def _hashed(rows: Rows, *, context: bool, keep_steps: bool) -> Callable[[Draw], Arguments]:

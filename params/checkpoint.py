@@ -20,9 +20,8 @@ from torch import Tensor
 from params.errors import CheckpointError
 from params.files import StoredTensor, listed, resolve, tensor_names
 from params.mapped import MappedRows, mapped
-from params.matching import Plan, match, refuse, shown
+from params.matching import Plan, match, shown
 from params.names.rules import Names
-from params.quant.description import FILE
 from params.quant.schemes import described
 from params.quant.stored import ZEROS, of_tree, zero_offsets
 from params.reading import Job, read_all, same_bytes, small
@@ -52,7 +51,7 @@ def load(
     """The parameters of a checkpoint, in a tree like `spec`; of one of several `ranks` its part, and no more is read.
 
     Where a `quant_model_description.json` lies beside them, the projections that it calls quantised are values of
-    `params.quant`, in the checkpoint's own form.
+    `params.quant`, in the checkpoint's own form; and so are those that are packed as `config.json` then says.
     Floating-point leaves get the dtype their spec pins, else `dtype`, else (`None`) the one they are stored in; other
     dtypes are never converted. `tensors` is an earlier `tensor_names(path)`, to read the headers once. `progress`
     shows a bar when standard error is a terminal. `tables` says where the leaves go that are read by rows: with "file"
@@ -67,8 +66,9 @@ def load(
     directory = resolve(path)
     stored = tensor_names(directory) if tensors is None else tensors
     wholes = dict(items(spec))
-    spec, names, problems, *_ = described(directory, spec, names, stored)
-    refuse(f"{directory}: {FILE} and the tensors do not fit", problems)
+    quantized = described(directory, spec, names, stored)
+    quantized.check(directory)
+    spec, names = quantized.spec, quantized.names
     if ranks is not None:
         spec, names = sharded(spec, names, wholes, ranks)
     plan = match(spec, names, stored, dtype)
@@ -112,7 +112,7 @@ def from_checkpoint(
         _check_constant("state dict", name, constant, tensors[name])
     leaves = _allocate(spec, plan, {path: device for path, _ in items(spec)})
     for name, path, part in plan.placements:
-        part.of(leaves[path]).copy_(tensors[name].detach().reshape(part.shape))
+        part.of(leaves[path]).copy_(part.read(tensors[name].detach()))
     return _rebuild(spec, leaves)
 
 

@@ -112,7 +112,8 @@ def match(spec: Any, names: Names, tensors: Mapping[str, Shaped], dtype: torch.d
     for path, layout in layouts.items():
         for part in layout:
             if part.name in present:
-                placements.append(Placement(present[part.name], path, part))
+                own = present[part.name]
+                placements.append(Placement(own, path, part.fitted(tuple(tensors[own].shape))))
             else:
                 missing.append(Problem("missing", part.name, f"{part.name}, for {path}", path, part))
     used = {placement.name for placement in placements}

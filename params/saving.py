@@ -16,6 +16,7 @@ from params.checkpoint import to_checkpoint
 from params.errors import CheckpointError, ConfigError
 from params.names.rules import Names
 from params.quant.description import FILE, written
+from params.quant.packed import SECTION, written_section
 from params.quant.stored import QuantizedNames, of_tree
 from params.tree import items
 
@@ -34,7 +35,8 @@ def save(
     """Write a parameter tree as a Hugging Face checkpoint; returns the directory.
 
     A tree with quantised weights becomes a ModelSlim checkpoint: files named after it, a `quant_model_description.json`
-    that names every tensor's scheme, and no `quantization_config`.
+    that names every tensor's scheme, and no `quantization_config`. One with MXFP4 weights becomes one of
+    compressed-tensors, which has only such a section.
 
     `config.json` is `config` with the dtype that is saved. With a nested `text_config` the tensors get the wrapper's
     names, else the text-only class's. More than `max_shard_bytes` becomes several files and an index. Only weights and
@@ -46,11 +48,15 @@ def save(
     tensors = to_checkpoint(tree, spec, names)
     spec, names = of_tree(tree, spec, names)
     words = names.words(tensors) if isinstance(names, QuantizedNames) else None
-    stem = FLOAT_STEM if words is None else QUANTIZED_STEM
-    settings = _settings(config, _model_dtype(tree, spec), _tied(names, tensors))
+    dtype, tied = _model_dtype(tree, spec), _tied(names, tensors)
     if isinstance(config.get("text_config"), dict):
-        tensors = {_nested(name, names): tensor for name, tensor in tensors.items()}
-        words = None if words is None else {_nested(name, names): word for name, word in words.items()}
+        tensors = {names.wrapped(name): tensor for name, tensor in tensors.items()}
+        words = None if words is None else {names.wrapped(name): word for name, word in words.items()}
+    section = None
+    if words is not None and isinstance(names, QuantizedNames) and names.is_packed:
+        section, words = written_section(tensors), None
+    settings = _settings(config, dtype, tied, section)
+    stem = FLOAT_STEM if words is None else QUANTIZED_STEM
     shards = _shards(tensors, max_shard_bytes, stem)
     directory = Path(path)
     writers: dict[str, Callable[[Path], None]] = {file: _weights(shard) for file, shard in shards.items()}
@@ -80,13 +86,17 @@ _REPLACED = ("torch_dtype", "quantization_config")
 """What a config says of weights that are not the ones beside it."""
 
 
-def _settings(config: dict[str, Any], dtype: torch.dtype, tied: bool | None) -> str:
+def _settings(
+    config: dict[str, Any], dtype: torch.dtype, tied: bool | None, quantization: dict[str, Any] | None
+) -> str:
     """`config.json`, made to agree with the weights beside it."""
     word = str(dtype).removeprefix("torch.")
-    settings = {key: value for key, value in config.items() if key not in _REPLACED} | {"dtype": word}
+    settings: dict[str, Any] = {key: value for key, value in config.items() if key not in _REPLACED} | {"dtype": word}
     text = config.get("text_config")
     if isinstance(text, dict):
         settings["text_config"] = {key: value for key, value in text.items() if key not in _REPLACED} | {"dtype": word}
+    if quantization is not None:
+        (settings["text_config"] if isinstance(text, dict) else settings)[SECTION] = quantization
     if tied is not None:
         said = config.get("tie_word_embeddings", (text or {}).get("tie_word_embeddings", tied))
         if said != tied:
@@ -98,10 +108,6 @@ def _settings(config: dict[str, Any], dtype: torch.dtype, tied: bool | None) -> 
         return json.dumps(settings, indent=2, sort_keys=True) + "\n"
     except TypeError as error:
         raise ConfigError(f"config is not plain JSON data: {error}") from error
-
-
-def _nested(name: str, names: Names) -> str:
-    return names.nested + name.removeprefix("model.") if name.startswith("model.") else name
 
 
 def _shards(tensors: dict[str, Tensor], limit: int, stem: str) -> dict[str, dict[str, Tensor]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from params.errors import CheckpointError, ConfigError
 from params.names.rules import Layout, Names, Part, Source
-from params.quant.values import MX_BLOCK, Int4Weight, MXFP8Weight, QuantizedWeight, SplitWeight, StaticInt8Weight
+from params.quant.values import MX_BLOCK, Int4Weight, MXWeight, QuantizedWeight, SplitWeight, StaticInt8Weight
 from params.sharding import Cut, Inputs, OfExperts, Ranks, Vocabulary
 from params.shards import AddendWeight, SomeExperts, VocabularyWeight
 from params.spec import TensorSpec
@@ -136,8 +136,8 @@ def _of_value(value: Any, shape: tuple[int, ...], cut: Cut, take: Take, ranks: R
         return _of_parts(value, shape, cut, take, ranks)
     if not isinstance(value, QuantizedWeight):
         return take(value, cut)
-    inner, padding = _whole_blocks(cut, shape) if isinstance(value, MXFP8Weight) else (cut, (0, 0))
-    kept: dict[str, Any] = {"padding": padding} if isinstance(value, MXFP8Weight) else {}
+    inner, padding = _whole_blocks(cut, shape) if isinstance(value, MXWeight) else (cut, (0, 0))
+    kept: dict[str, Any] = {"padding": padding} if isinstance(value, MXWeight) else {}
     for name, leaf in _tensors(value):
         kept[name] = None if leaf is None else take(leaf, _inside(value, name, leaf, shape, inner, ranks))
     return unchecked(type(value), **kept)
@@ -176,7 +176,7 @@ def _by_inputs(
         return None if ranks.rank == 0 else Cut(0, (), leaf.shape[0])
     if len(leaf.shape) < len(shape) or (leaf.shape[-1] == 1 and not _is_sum(value, name)):
         return None  # one number for all inputs
-    if isinstance(value, MXFP8Weight) and name == "scale":
+    if isinstance(value, MXWeight) and name == "scale":
         held = cut.ranges[0]
         return Cut(cut.axis, (range(held.start // MX_BLOCK, -(-held.stop // MX_BLOCK)),))
     return _scaled(cut, shape[-1], leaf.shape[-1], f"{type(value).__name__}.{name}")
@@ -239,7 +239,7 @@ def _slice_of(part: Part, home: Home, taken: range, stands: int, place: int) -> 
     shape = (*part.shape[:stored], len(taken), *part.shape[stored + 1 :])
     whole = len(taken) == home.cut.length and axis >= len(part.region)
     region = part.region if whole else _put(part.region, axis, slice(place, place + len(taken)))
-    return Part(part.name, shape, region, source)
+    return Part(part.name, shape, region, source, part.padded)
 
 
 def _stored_axis(part: Part, leaf: tuple[int, ...], axis: int) -> int:

@@ -61,6 +61,12 @@ class VocabularyWeight(WeightValue):
         """Of its rows."""
         return self.weight.dtype
 
+    @property
+    def tokens(self) -> range:
+        """The ids of its rows, without those past the vocabulary."""
+        stop = min(self.first + self.weight.shape[0], self.vocab)
+        return range(min(self.first, stop), stop)
+
     def static_key(self) -> tuple[object, ...]:
         """What a choice of kernel may depend on."""
         return type(self), self.first, self.vocab, self.ranks, self.group, *_key(self.weight)

@@ -1,4 +1,4 @@
-"""Kimi delta attention: short convolution, delta rule with a decay a key channel, gated norm (Kimi Linear)."""
+"""Kimi delta attention: short convolution, delta rule with a decay a key channel, gated norm (Kimi Linear, Kimi-K3)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from params.sharding import Inputs, Outputs
 from params.spec import TensorSpec
 from params.tree import tree, unchecked
 
-from ..blocks.linear import Linear, Norm, linear_spec, norm_spec
+from ..blocks.linear import Linear, Norm, linear_spec
 from ..step import Step
 from .gated_delta import DeltaNetState, DeltaTrails
 
@@ -23,7 +23,7 @@ class KimiDelta:
     """`in_proj` rows: queries, keys and values (these pass the convolution), write b, then the latents of two gates.
 
     `forget` and `gate` make of them a log decay a channel of keys, before its activation, and a gate a channel of
-    values. Both have one width.
+    values. Both have one width. Without `gate` the last rows are not a latent, but that gate itself.
     """
 
     in_proj: Linear
@@ -31,35 +31,44 @@ class KimiDelta:
     forget: Linear
     a_log: Float[Tensor, " v_heads"]
     dt_bias: Float[Tensor, " outputs"]
-    gate: Linear
+    gate: Linear | None
     norm: Norm
     out: Linear
 
 
-def kimi_delta_spec(hidden: int, heads: int, head_dim: int, width: int) -> KimiDelta:
-    """Spec of the parameters. Gate parameters stay float32 whatever the model runs in."""
+def kimi_delta_spec(
+    hidden: int, heads: int, head_dim: int, width: int, *, full_rank_gate: bool = False,
+    dtype: torch.dtype | None = None,
+) -> KimiDelta:  # fmt: skip
+    """Spec of the parameters. Gate parameters stay float32 whatever the model runs in.
+
+    `dtype` is that of the convolution and the norm where it is not the model's.
+    """
     inner = heads * head_dim
-    qkv, each = ((inner, heads),) * 3, Outputs(((inner, heads),))
-    low_rank = ((head_dim, None),) * 2
+    each, latent = (inner, heads), (head_dim, None)
+    rows = (*(each,) * 3, (heads, heads), latent, each if full_rank_gate else latent)
+    of_heads = Outputs((each,))
     return unchecked(
         KimiDelta,
-        in_proj=linear_spec(
-            hidden, inner, inner, inner, heads, head_dim, head_dim, shard=Outputs((*qkv, (heads, heads), *low_rank))
-        ),
-        conv=TensorSpec((3 * inner, width), "conv", parts=(inner,) * 3, shard=Outputs(qkv)),
-        forget=linear_spec(head_dim, inner, shard=each),
+        in_proj=linear_spec(hidden, *(count for count, _ in rows), shard=Outputs(rows)),
+        conv=TensorSpec((3 * inner, width), "conv", dtype, parts=(inner,) * 3, shard=Outputs((each,) * 3)),
+        forget=linear_spec(head_dim, inner, shard=of_heads),
         a_log=TensorSpec((heads,), "log_uniform", torch.float32, shard=Outputs(((heads, heads),))),
-        dt_bias=TensorSpec((inner,), "inverse_softplus", torch.float32, shard=each),
-        gate=linear_spec(head_dim, inner, shard=each),
-        norm=norm_spec(head_dim, "ones"),
+        dt_bias=TensorSpec((inner,), "inverse_softplus", torch.float32, shard=of_heads),
+        gate=None if full_rank_gate else linear_spec(head_dim, inner, shard=of_heads),
+        norm=unchecked(Norm, weight=TensorSpec((head_dim,), "ones", dtype)),
         out=linear_spec(inner, hidden, shard=Inputs(heads)),
     )
 
 
 def kimi_delta(
-    params: KimiDelta, x: Float[Tensor, "tokens hidden"], past: DeltaNetState | None, step: Step, *, eps: float
-) -> tuple[Float[Tensor, "tokens hidden"], DeltaNetState | None]:
-    """The output, and the state after each row's last token (or before them, with trails)."""
+    params: KimiDelta, x: Float[Tensor, "tokens hidden"], past: DeltaNetState | None, step: Step, *, eps: float,
+    lower_bound: float | None = None,
+) -> tuple[Float[Tensor, "tokens hidden"], DeltaNetState | None]:  # fmt: skip
+    """The output, and the state after each row's last token (or before them, with trails).
+
+    `lower_bound` is that of the log decay, if it has one (see `ops.channel_gates`).
+    """
     heads, dim = params.a_log.shape[0], params.norm.weight.shape[0]
     rows = {"max_query": step.max_query, "uniform": step.uniform, "keep_steps": step.keep_steps}
 
@@ -67,16 +76,17 @@ def kimi_delta(
         return channels.unflatten(-1, (heads, dim))
 
     # What follows reads the projection through these views.
-    qkv, b, f, z = ops.linear(x, params.in_proj.weight).split((3 * heads * dim, heads, dim, dim), -1)
+    parts = 3 * heads * dim, heads, dim, heads * dim if params.gate is None else dim
+    qkv, b, f, z = ops.linear(x, params.in_proj.weight).split(parts, -1)
     window = None if past is None else past.window
     qkv, window, window_trail = ops.short_conv(qkv, params.conv, window, step.query_start, **rows)
     q, k, v = map(of_heads, qkv.chunk(3, -1))
     q, k = ops.l2_norm(q, scale=dim**-0.5), ops.l2_norm(k)
-    f, z = (of_heads(ops.linear(latent, made.weight)) for latent, made in ((f, params.forget), (z, params.gate)))
-    decay, beta = ops.channel_gates(f, b, params.a_log, params.dt_bias.unflatten(0, (heads, dim)))
+    f, z = ops.linear(f, params.forget.weight), z if params.gate is None else ops.linear(z, params.gate.weight)
+    decay, beta = ops.channel_gates(of_heads(f), b, params.a_log, of_heads(params.dt_bias), lower_bound=lower_bound)
     delta = None if past is None else past.delta
     y, delta, delta_trail = ops.gated_delta_rule(q, k, v, decay, beta, delta, step.query_start, **rows)
-    y = ops.gated_rms_norm_fp32(y, z, params.norm.weight, eps=eps, activation="sigmoid")
+    y = ops.gated_rms_norm_fp32(y, of_heads(z), params.norm.weight, eps=eps, activation="sigmoid")
     y = ops.linear(y.flatten(-2), params.out.weight)
     if past is None:
         return y, None

@@ -1,6 +1,7 @@
 """Multi-head latent attention: one latent and one rope key a token in the state, keys and values of all heads from it.
 
-DeepSeek-V2, and without a rotation Kimi Linear; see `lowering.ops.mla` for the arithmetic.
+DeepSeek-V2, and without a rotation Kimi Linear and, with a gate at its output, Kimi-K3. See `lowering.ops.mla` for the
+arithmetic.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class UpProjection:
 class LatentAttention:
     """`down` rows: queries (or their latent, where `q_norm` and `q_up` make queries of it), then latent and rope key.
 
-    A query is a part without rope, then one with it. Biases are those of the queries' latent, and of latent and rope.
+    Where the output has gates their rows come last, as many as `out` has inputs. A query is a part without rope, then
+    one with it. Biases are those of the queries' latent, and of latent and rope.
     """
 
     down: Linear
@@ -65,17 +67,18 @@ class LatentPages(Appended):
 
 
 def latent_attention_spec(
-    hidden: int, heads: int, nope_dim: int, rope_dim: int, v_dim: int, q_rank: int, latent_dim: int, bias: bool
-) -> LatentAttention:
-    """Spec of the parameters. With `q_rank` 0 queries have no latent, and never a bias."""
+    hidden: int, heads: int, nope_dim: int, rope_dim: int, v_dim: int, q_rank: int, latent_dim: int, bias: bool,
+    *, gated: bool = False,
+) -> LatentAttention:  # fmt: skip
+    """Spec of the parameters. With `q_rank` 0 queries have no latent, and never a bias; `gated` adds output gates."""
     queries = heads * (nope_dim + rope_dim)
     of_heads = Outputs(((queries, heads),))
+    gates = ((heads * v_dim, heads),) if gated else ()
+    rows = ((q_rank, None) if q_rank else (queries, heads), (latent_dim + rope_dim, None), *gates)
+    whole = all(units is None for _, units in rows)
     return unchecked(
         LatentAttention,
-        down=linear_spec(
-            hidden, q_rank or queries, latent_dim + rope_dim,
-            shard=None if q_rank else Outputs((*of_heads.blocks, (latent_dim + rope_dim, None))),
-        ),
+        down=linear_spec(hidden, *(count for count, _ in rows), shard=None if whole else Outputs(rows)),
         q_bias=TensorSpec((q_rank,), "zeros") if bias and q_rank else None,
         kv_bias=TensorSpec((latent_dim + rope_dim,), "zeros") if bias else None,
         q_norm=norm_spec(q_rank, "ones") if q_rank else None,
@@ -113,35 +116,30 @@ def latent_attention(
     v_dim: int,
     scale: float,
     eps: float,
+    gated: bool = False,
 ) -> tuple[Float[Tensor, "tokens hidden"], LatentPages | None]:
     """out(attention over the row's latents), and the pages with the new latents and rope keys written.
 
     Without `rotary` rope keys, and the queries that meet them, stay as they are. `eps` is that of the norms of latents.
+    `gated` says that the last rows of `down` are gates of what `out` takes.
     """
     latent_dim = params.latent_norm.weight.shape[0]
     projected = ops.linear(x, params.down.weight)
-    q, kv = projected.split((projected.shape[1] - latent_dim - rope_dim, latent_dim + rope_dim), -1)
+    latents, gates = latent_dim + rope_dim, heads * v_dim if gated else 0
+    q, kv, gate = projected.split((projected.shape[1] - latents - gates, latents, gates), -1)
     q, kv = (x if bias is None else x + bias for x, bias in ((q, params.q_bias), (kv, params.kv_bias)))
-    if params.q_norm is not None and params.q_up is not None:
-        q = ops.linear(ops.rms_norm(q, params.q_norm.weight, eps=eps), params.q_up.weight)
-    if q.shape[1] != heads * (nope_dim + rope_dim):
-        raise ValueError(
-            f"latent_attention: queries have {q.shape[1]} channels, expected {heads * (nope_dim + rope_dim)} "
-            f"({heads} heads of {nope_dim} without rope and {rope_dim} with it)"
-        )
+    q_nope, q_rope = _queries(params, q, heads, nope_dim, rope_dim, eps)
     up_rows = params.up.weight.shape[0]
     if up_rows != heads * (nope_dim + v_dim):
         raise ValueError(
             f"latent_attention: up.weight has {up_rows} rows, expected {heads * (nope_dim + v_dim)} "
             f"({heads} heads with keys of {nope_dim} and values of {v_dim})"
         )
-    q = rearrange(q, "tokens (heads dim) -> tokens heads dim", heads=heads)
-    q_nope, q_rope = q.split((nope_dim, rope_dim), -1)
     q_rope = _turned(q_rope, rotary)
     rows = {"max_query": step.max_query, "uniform": step.uniform, "scale": scale}
     if past is None:
         y = _among_themselves(params, q_nope, q_rope, kv, step, rotary, rows, v_dim, eps)
-        return project(params.out, y.flatten(1)), None
+        return _out(params, y, gate), None
     if (past.latent.width, past.rope.width) != (latent_dim, rope_dim):
         raise StateError(
             f"the state's latents have {past.latent.width} channels and rope keys {past.rope.width}, the layer's "
@@ -156,7 +154,30 @@ def latent_attention(
         q_nope, q_rope, latent, rope, *pages, params.up.weight, step.page_table, step.lengths, step.query_start,
         step.host, v_dim=v_dim, **rows,
     )  # fmt: skip
-    return project(params.out, y.flatten(1)), LatentPages(*pages)
+    return _out(params, y, gate), LatentPages(*pages)
+
+
+def _queries(
+    params: LatentAttention, q: Float[Tensor, "tokens channels"], heads: int, nope_dim: int, rope_dim: int, eps: float
+) -> tuple[Float[Tensor, "tokens heads nope_dim"], Float[Tensor, "tokens heads rope_dim"]]:
+    """The two parts of every head's query, of their latent where they have one."""
+    if params.q_norm is not None and params.q_up is not None:
+        q = ops.linear(ops.rms_norm(q, params.q_norm.weight, eps=eps), params.q_up.weight)
+    if q.shape[1] != heads * (nope_dim + rope_dim):
+        raise ValueError(
+            f"latent_attention: queries have {q.shape[1]} channels, expected {heads * (nope_dim + rope_dim)} "
+            f"({heads} heads of {nope_dim} without rope and {rope_dim} with it)"
+        )
+    q_nope, q_rope = rearrange(q, "tokens (heads dim) -> tokens heads dim", heads=heads).split((nope_dim, rope_dim), -1)
+    return q_nope, q_rope
+
+
+def _out(
+    params: LatentAttention, y: Float[Tensor, "tokens heads v_dim"], gate: Tensor
+) -> Float[Tensor, "tokens hidden"]:
+    """The projection of all heads' outputs, each channel times the sigmoid of its gate; `gate` may have no channels."""
+    y = y.flatten(1)
+    return project(params.out, y * gate.sigmoid() if gate.shape[1] else y)
 
 
 def _turned(x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowering import ops
+from lowering.ops.mlp import Caps
 from lowering.weights import PreparedWeight
 from params.quant.values import QuantizedWeight
 from params.sharding import Inputs, OfExperts, Outputs
@@ -60,6 +61,16 @@ class GroupedMoe:
 
 
 @tree
+class BiasedRouter:
+    """What scores experts, and what is added to the scores when they choose. Float32, or the weight quantised."""
+
+    projections: ClassVar[tuple[str, ...]] = ("weight",)
+
+    weight: Float[Tensor, "experts hidden"] | QuantizedWeight | PreparedWeight
+    bias: Float[Tensor, " experts"]
+
+
+@tree
 class Routing:
     """What a router chose: expert ids and their weights."""
 
@@ -78,7 +89,7 @@ def mlp_spec(hidden: int, inner: int) -> Mlp:
 def moe_spec(hidden: int, experts: int, inner: int, shared_inner: int) -> SharedExpertMoe:
     """Spec of a mixture of experts with a shared expert."""
     return unchecked(
-        SharedExpertMoe, router=linear_spec(hidden, experts), experts=_experts_spec(hidden, experts, inner),
+        SharedExpertMoe, router=linear_spec(hidden, experts), experts=experts_spec(hidden, experts, inner),
         shared=mlp_spec(hidden, shared_inner), shared_gate=linear_spec(hidden, 1),
     )  # fmt: skip
 
@@ -86,19 +97,26 @@ def moe_spec(hidden: int, experts: int, inner: int, shared_inner: int) -> Shared
 def grouped_moe_spec(hidden: int, experts: int, inner: int, shared_inner: int) -> GroupedMoe:
     """Spec of a mixture of experts with a shared expert without a gate."""
     router = unchecked(Linear, weight=TensorSpec((experts, hidden), dtype=torch.float32))
-    routed = _experts_spec(hidden, experts, inner)
+    routed = experts_spec(hidden, experts, inner)
     return unchecked(GroupedMoe, router=router, experts=routed, shared=mlp_spec(hidden, shared_inner))
 
 
-def _experts_spec(hidden: int, experts: int, inner: int) -> Experts:
+def biased_router_spec(hidden: int, experts: int) -> BiasedRouter:
+    """Spec of a router whose choice has a bias."""
+    weight, bias = TensorSpec((experts, hidden), dtype=torch.float32), TensorSpec((experts,), "zeros", torch.float32)
+    return unchecked(BiasedRouter, weight=weight, bias=bias)
+
+
+def experts_spec(hidden: int, experts: int, inner: int) -> Experts:
+    """Spec of routed experts, stacked."""
     gate_up = TensorSpec((experts, 2 * inner, hidden), shard=OfExperts(Outputs(((inner, inner),) * 2)))
     down = TensorSpec((experts, hidden, inner), shard=OfExperts(Inputs(inner)))
     return unchecked(Experts, gate_up=gate_up, down=down)
 
 
-def mlp(params: Mlp, x: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
-    """down(silu(gate x) * up x)."""
-    return ops.linear(ops.swiglu(ops.linear(x, params.gate_up.weight)), params.down.weight)
+def mlp(params: Mlp, x: Float[Tensor, "tokens hidden"], *, caps: Caps | None = None) -> Float[Tensor, "tokens hidden"]:
+    """down(silu(gate x) * up x), or with `caps` of `ops.swiglu` down(SiTU)."""
+    return ops.linear(ops.swiglu(ops.linear(x, params.gate_up.weight), caps=caps), params.down.weight)
 
 
 def moe(

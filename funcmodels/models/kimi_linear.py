@@ -6,16 +6,12 @@ Text models. Source: `KimiLinearConfig` and `KimiLinearForCausalLM` of transform
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lowering import ops
-from lowering.weights import PreparedWeight
-from params.quant.values import QuantizedWeight
-from params.spec import TensorSpec
 from params.tree import tree, unchecked
 
 from ..attention.gated_delta import DeltaNetState, delta_net_state
@@ -23,7 +19,17 @@ from ..attention.kimi_delta import KimiDelta, kimi_delta, kimi_delta_spec
 from ..attention.mla import LatentAttention, LatentPages, latent_attention, latent_attention_spec, latent_pages
 from ..batch import Batch
 from ..blocks.linear import Embedding, Linear, Norm, embedding_spec, head_spec, norm_spec
-from ..blocks.mlp import Experts, Mlp, Routing, grouped_moe_spec, mlp, mlp_spec, router_logits
+from ..blocks.mlp import (
+    BiasedRouter,
+    Experts,
+    Mlp,
+    Routing,
+    biased_router_spec,
+    experts_spec,
+    mlp,
+    mlp_spec,
+    router_logits,
+)
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state import Entry, State
 from ..step import Step, begin, finish
@@ -33,20 +39,10 @@ __all__ = ["KimiLinearConfig", "KimiLinearParams", "forward", "init_entries", "p
 
 
 @tree
-class Router:
-    """What scores experts, and what is added to the scores when they choose. Float32, or the weight quantised."""
-
-    projections: ClassVar[tuple[str, ...]] = ("weight",)
-
-    weight: Float[Tensor, "experts hidden"] | QuantizedWeight | PreparedWeight
-    bias: Float[Tensor, " experts"]
-
-
-@tree
 class SigmoidMoe:
     """Routed experts, plus one for every token."""
 
-    router: Router
+    router: BiasedRouter
     experts: Experts
     shared: Mlp
 
@@ -103,10 +99,10 @@ def _feed_forward_spec(config: KimiLinearConfig, index: int) -> Mlp | SigmoidMoe
     hidden, inner, experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
     if not config.is_sparse(index):
         return mlp_spec(hidden, config.intermediate_size)
-    plain = grouped_moe_spec(hidden, experts, inner, config.num_shared_experts * inner)
-    bias = TensorSpec((experts,), "zeros", torch.float32)
-    router = unchecked(Router, weight=plain.router.weight, bias=bias)
-    return unchecked(SigmoidMoe, router=router, experts=plain.experts, shared=plain.shared)
+    return unchecked(
+        SigmoidMoe, router=biased_router_spec(hidden, experts), experts=experts_spec(hidden, experts, inner),
+        shared=mlp_spec(hidden, config.num_shared_experts * inner),
+    )  # fmt: skip
 
 
 def init_entries(

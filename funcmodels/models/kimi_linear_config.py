@@ -7,9 +7,9 @@ layers: the published ones differ from its default. Published checkpoints keep t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from params.errors import ConfigError
 
@@ -70,8 +70,22 @@ class KimiLinearConfig:
         return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
 
 
+C = TypeVar("C", bound=KimiLinearConfig)
+
+
 def read_config(given: Mapping[str, Any]) -> KimiLinearConfig:
     """The config of a `config.json`. Raises `ConfigError` that names the fields."""
+    return read_fields(KimiLinearConfig, given, (), _own_rules)
+
+
+def read_fields(
+    kind: type[C], given: Mapping[str, Any], needed: Collection[str],
+    own_rules: Callable[[C, Mapping[str, Any]], Iterator[tuple[bool, str]]],
+) -> C:  # fmt: skip
+    """The config of one of the Kimi models, each of which has rules of its own and `needed` fields beside the common.
+
+    Rules are given the fields under one spelling.
+    """
     named, broken = _one_spelling(given)
     layers = given.get("num_hidden_layers")
     if isinstance(layers, int):
@@ -79,13 +93,14 @@ def read_config(given: Mapping[str, Any]) -> KimiLinearConfig:
         named, broken = named | kinds, broken + wrong
     if broken:
         raise ConfigError("; ".join(broken))
-    config = configs.read(KimiLinearConfig, named, _needed(named))
+    config = configs.read(kind, named, (*_needed(named), *needed))
     configs.require(
         *((getattr(config, name) > 0, f"{name} must be positive, found {getattr(config, name)}") for name in _POSITIVE),
         *_layer_rules(config),
         *_expert_rules(config, given),
         *_attention_rules(config, given),
         *_other_model_rules(given),
+        *own_rules(config, named),
     )
     return config
 
@@ -175,14 +190,17 @@ def _expert_rules(config: KimiLinearConfig, given: Mapping[str, Any]) -> Iterato
 
 def _other_model_rules(given: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
     """What would be another model."""
-    act = given.get("hidden_act", "silu")
-    yield act == "silu", f"hidden_act {act!r} is not supported; only silu is"
     tied = given.get("tie_word_embeddings")
     yield not tied, f"tie_word_embeddings {tied!r} is not supported: the head has a weight of its own"
     yield (
         given.get("mla_use_nope", True) is not False,
         "mla_use_nope False is not supported: latent attention has no rotation here",
     )
+
+
+def _own_rules(config: KimiLinearConfig, given: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
+    act = given.get("hidden_act", "silu")
+    yield act == "silu", f"hidden_act {act!r} is not supported; only silu is"
     for name in _KIMI_K3:
         yield not given.get(name), f"{name} {given.get(name)!r} is not supported: a model with it is Kimi-K3"
 
@@ -195,6 +213,7 @@ _ALIASES = {
 """Fields, and the other name that configs have for each."""
 _SECTION = {
     "linear_head_dim": "head_dim", "linear_num_heads": "num_heads", "linear_conv_kernel_dim": "short_conv_kernel_size",
+    "use_full_rank_gate": "use_full_rank_gate", "gate_lower_bound": "gate_lower_bound",
 }  # fmt: skip
 """Fields, and their names in the section `linear_attn_config`."""
 _KIMI_K3 = (

@@ -5,6 +5,8 @@ Its parameters are `Qwen35Params.mtp`; embedding and output projection are the m
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -59,8 +61,8 @@ def mtp_forward(
     return Output(found, hidden, {}), finish(step, entries)
 
 
-def mtp_logits(
+def mtp_read(
     config: Qwen35Config, params: Qwen35Params, hidden: Float[Tensor, "rows hidden"]
-) -> Float[Tensor, "rows vocab"]:
-    """Logits of hidden states that `mtp_forward` returned."""
-    return ops.linear(hidden, head_weight(params.embed, params.head))
+) -> tuple[Float[Tensor, "rows hidden"], Any]:
+    """What the output projection reads of hidden states that `mtp_forward` returned, and its weight."""
+    return hidden, head_weight(params.embed, params.head)

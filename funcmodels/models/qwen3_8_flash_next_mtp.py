@@ -6,6 +6,8 @@ hands on from step to step are streams laid end to end, as in `Output.hidden`. `
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -61,13 +63,13 @@ def mtp_forward(
     return Output(found, x.flatten(1), {}), finish(step, entries)
 
 
-def mtp_logits(
+def mtp_read(
     config: FlashNextConfig, params: FlashNextParams, hidden: Float[Tensor, "rows joined"]
-) -> Float[Tensor, "rows vocab"]:
-    """Logits of the streams that `mtp_forward` returned."""
+) -> tuple[Float[Tensor, "rows hidden"], Any]:
+    """What the output projection reads of streams that `mtp_forward` returned, and its weight."""
     streams = hidden.unflatten(-1, (config.hc_count, -1))
     mixed, _ = read_streams(_head(params).mixer, streams, eps=config.rms_norm_eps)
-    return ops.linear(mixed, head_weight(params.embed, params.head))
+    return mixed, head_weight(params.embed, params.head)
 
 
 def _head(params: FlashNextParams) -> Mtp:

@@ -1,13 +1,15 @@
 """Hyper-connections on Ascend: streams take a sublayer's output back through npu_mhc_post; the rest stays in Torch.
 
 npu_mhc_post adds an output to streams that a doubly stochastic matrix has mixed. Without that matrix, h_res, streams
-stay as they are: `hyper_inject` to the letter, weights in float32 among them. N-gram embeddings stand here too.
+stay as they are: `hyper_inject` to the letter, weights in float32 among them. What else stands in the place of a
+residual stream is here too, and n-gram embeddings.
 """
 
 from __future__ import annotations
 
 import torch
 
+from ..ops.attention_residual import attention_residual
 from ..ops.hyper_connection import hyper_inject, hyper_mix
 from ..ops.ngram import ngram_gate, ngram_rows, table_rows
 from ..target import ASCEND
@@ -37,6 +39,7 @@ hyper_mix.without(_OLDER, "npu_mhc_pre runs on Ascend 950 alone")
 hyper_mix.without(
     ("ascend950",), "npu_mhc_pre mixes streams by a matrix made of one projection; ours are gated channel by channel"
 )
+attention_residual.without(ASCEND, "no fused operator weighs rows by scores of their own norms")
 ngram_rows.without(ASCEND, "no fused operator hashes tokens with 64-bit multipliers")
 table_rows.without(ASCEND, "a look-up is one gather of the device; no fused operator replaces it")
 ngram_gate.without(ASCEND, "no fused operator takes the signed root of a score")

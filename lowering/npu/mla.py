@@ -44,7 +44,7 @@ PACKED = ((128, 128), (192, 128), (192, 192))
 LATENT_DIM, ROPE_DIM = 512, 64
 """Widths of latents and rope keys that heads share in the absorbed form, and that are normed and cached at once."""
 SHARING = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Numbers of heads that may share a latent."""
+"""Numbers of heads that may share a latent; other numbers are filled up to the next with heads that nobody reads."""
 MOST_ABSORBED = 16
 """Tokens a row of the absorbed form."""
 RING_SIDE = 512
@@ -426,11 +426,9 @@ def _refuse_absorbed(
     widths = (latent_pages.width, 0 if rope_pages is None else rope_pages.width)
     if rope_pages is None or widths != (LATENT_DIM, ROPE_DIM):
         return f"takes latents of {LATENT_DIM} and rope keys of {ROPE_DIM}; this call has {widths[0]} and {widths[1]}"
-    if q_nope.shape[1] not in SHARING:
-        return f"takes a number of heads that is a power of 2 up to 128; this call has {q_nope.shape[1]}"
     dtypes = {"q_nope": q_nope, "q_rope": q_rope, "latent_pages": latent_pages.values, "rope_pages": rope_pages.values}
-    wrong = above(MOST_ABSORBED, **{"tokens a row": max_query}) or wrong_dtype(HALVES, **dtypes)
-    return wrong or _wrong_latent_pages(latent_pages, rope_pages)
+    wrong = above(SHARING[-1], heads=q_nope.shape[1]) or above(MOST_ABSORBED, **{"tokens a row": max_query})
+    return wrong or wrong_dtype(HALVES, **dtypes) or _wrong_latent_pages(latent_pages, rope_pages)
 
 
 def _wrong_latent_pages(latent_pages: Pages, rope_pages: Pages) -> str | None:
@@ -450,10 +448,12 @@ def _absorbed(
     *, max_query, uniform, scale, v_dim,
 ):  # fmt: skip
     """All heads over the latents in their pages: `up` moved over to the queries, and to what comes out."""
-    by_head = plain(up).to(q_nope.dtype).unflatten(0, (q_nope.shape[1], -1))
+    heads = q_nope.shape[1]
+    by_head = plain(up).to(q_nope.dtype).unflatten(0, (heads, -1))
     q = torch.einsum("thn,hnl->thl", q_nope, by_head[:, :-v_dim])
-    lines = (to_rectangle(x, query_start, max_query, uniform).contiguous() for x in (q, q_rope))
-    query, query_rope = lines
+    more = next(count for count in SHARING if count >= heads) - heads
+    both = (torch.nn.functional.pad(x, (0, 0, 0, more)) if more else x for x in (q, q_rope))
+    query, query_rope = (to_rectangle(x, query_start, max_query, uniform).contiguous() for x in both)
     key, key_rope = (_shared(pages) for pages in (latent_pages, rope_pages))
     rows: dict[str, Any] = {"actual_seq_kvlen": list(host.length), "sparse_mode": UNMASKED}
     if max_query > 1:
@@ -464,7 +464,7 @@ def _absorbed(
         num_key_value_heads=1, softmax_scale=scale, input_layout="BSND", block_table=page_table.int().contiguous(),
         block_size=latent_pages.page_size, **rows,
     )  # fmt: skip
-    out = to_flat(out, query_start, q_nope.shape[0], uniform)
+    out = to_flat(out, query_start, q_nope.shape[0], uniform)[:, :heads]
     return torch.einsum("thl,hvl->thv", out, by_head[:, -v_dim:])
 
 

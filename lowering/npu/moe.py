@@ -16,6 +16,7 @@ from ..ops.moe import experts, route_grouped, route_sigmoid, route_softmax
 from ..weights import PreparedWeight, plain
 from .features import npu
 from .kernel import FLOATS, above, empty, fused, wrong_dtype
+from .mlp import activated
 
 NZ = 29
 """Number of the blocked format that the device's matrix unit reads without rearranging."""
@@ -131,7 +132,7 @@ def _route_sigmoid(logits, bias, *, top_k, groups, kept_groups, scale, renormali
     return weights, ids
 
 
-def _refuse_experts(x, weights, ids, gate_up, down) -> str | None:
+def _refuse_experts(x, weights, ids, gate_up, down, *, caps=None) -> str | None:
     up, back = _by_inputs(gate_up), _by_inputs(down)
     if not 2 <= up.shape[0] <= MOST_EXPERTS:
         return f"takes 2 to {MOST_EXPERTS} experts; this call has {up.shape[0]}"
@@ -154,9 +155,9 @@ def _refuse_experts(x, weights, ids, gate_up, down) -> str | None:
     refuse=_refuse_experts,
     prepare=_prepare,
 )
-def _experts(x, weights, ids, gate_up, down):
+def _experts(x, weights, ids, gate_up, down, *, caps=None):
     rows, places, sizes, _ = routed(x, ids, _by_inputs(gate_up).shape[0], quant_mode=UNQUANTIZED)
-    inner = npu.npu_swiglu(_product(rows, gate_up, sizes), dim=-1)
+    inner = activated(_product(rows, gate_up, sizes), caps)
     return npu.npu_moe_token_unpermute(_product(inner, down, sizes), places, probs=weights)
 
 

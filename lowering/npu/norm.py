@@ -88,6 +88,11 @@ def _refuse_gated(x, gate, weight, *, eps, activation) -> str | None:
     return wrong_dtype(FLOATS, x=x, weight=weight) or wrong_dtype(FLOATS, gate=gate) or _wrong_shape(x)
 
 
+def _refuse_gated_fp32(x, gate, weight, *, eps, activation) -> str | None:
+    each = (wrong_dtype(FLOATS, x=x), wrong_dtype(FLOATS, gate=gate), wrong_dtype(FLOATS, weight=weight))
+    return next(filter(None, each), None) or _wrong_shape(x)
+
+
 def _refuse_l2(x, *, scale=1.0, eps=1e-6) -> str | None:
     return wrong_dtype(FLOATS, x=x) or _wrong_shape(x)
 
@@ -171,7 +176,7 @@ def _gated(x, gate, weight, *, eps, activation):
     return (normed.float() * activate(gate.float(), activation)).to(x.dtype)
 
 
-@fused(gated_rms_norm_fp32, "npu_rms_norm_gated_fp32", "npu_rms_norm", refuse=_refuse_gated)
+@fused(gated_rms_norm_fp32, "npu_rms_norm_gated_fp32", "npu_rms_norm", refuse=_refuse_gated_fp32)
 def _gated_fp32(x, gate, weight, *, eps, activation):
     normed = _unit(x.float(), weight.float(), eps)[0]
     return (normed * activate(gate.float(), activation)).to(x.dtype)

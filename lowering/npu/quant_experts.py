@@ -18,10 +18,12 @@ from torch import Tensor
 from params.quant.values import Int4Weight, Int8Weight, MXFP8Weight
 from params.tree import tree
 
+from ..ops.mlp import Caps
 from ..ops.moe import experts
 from ..weights import PreparedWeight
 from .features import npu
 from .kernel import HALVES, above, empty, fused, wrong_dtype
+from .mlp import activated
 from .moe import BY_TOKEN, COUNTS, MOST_CHOICES, MOST_EXPERTS, NZ, ONE_OUTPUT, ROWS_OF_X, UNQUANTIZED, routed
 from .quant_linear import ASCEND_910, ASCEND_950, EXPONENT, MOST, blocked, by_block, fills_blocks, in_pairs, turned
 
@@ -224,14 +226,14 @@ def _refuse(kinds: tuple[type, ...], x: Tensor, weights: Tensor, ids: Tensor, ga
     )
 
 
-def _refuse_integers(x, weights, ids, gate_up, down) -> str | None:
+def _refuse_integers(x, weights, ids, gate_up, down, *, caps=None) -> str | None:
     wrong = _refuse((Int8Weight, Int4Weight, Int8Experts, Int4Experts), x, weights, ids, gate_up, down)
     wrong = wrong or _wrong_integers(gate_up) or _wrong_integers(down)
     int4 = any(isinstance(weight, (Int4Weight, Int4Experts)) for weight in (gate_up, down))
     return wrong or (wrong_dtype((torch.bfloat16,), x=x) if int4 else None)
 
 
-def _refuse_blocks(x, weights, ids, gate_up, down) -> str | None:
+def _refuse_blocks(x, weights, ids, gate_up, down, *, caps=None) -> str | None:
     wrong = _refuse((MXFP8Weight, MXFP8Experts), x, weights, ids, gate_up, down)
     return wrong or _wrong_blocks(gate_up) or _wrong_blocks(down)
 
@@ -241,10 +243,10 @@ def _refuse_blocks(x, weights, ids, gate_up, down) -> str | None:
     "npu_dynamic_quant", "npu_moe_token_unpermute", "npu_format_cast",
     only=ASCEND_910, refuse=_refuse_integers, prepare=_prepare, weights=(Int8Weight, Int4Weight),
 )  # fmt: skip
-def _integers(x, weights, ids, gate_up, down):
+def _integers(x, weights, ids, gate_up, down, *, caps=None):
     up, back = _laid(gate_up), _laid(down)
     rows, places, sizes, scale = routed(x, ids, up.shape[0], quant_mode=BY_TOKEN)
-    inner, inner_scale = _activated(_product(rows, scale, up, sizes, x.dtype))
+    inner, inner_scale = _activated(_product(rows, scale, up, sizes, x.dtype), caps)
     return npu.npu_moe_token_unpermute(_product(inner, inner_scale, back, sizes, x.dtype), places, probs=weights)
 
 
@@ -258,11 +260,11 @@ def _product(
     )[0]  # fmt: skip
 
 
-def _activated(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """The SwiGLU as int8 rows, and their scales. One operator does both, for bfloat16 alone."""
-    if gate_up.dtype == torch.bfloat16:
+def _activated(gate_up: Tensor, caps: Caps | None) -> tuple[Tensor, Tensor]:
+    """The SwiGLU as int8 rows, and their scales. One operator does both, for bfloat16 without caps alone."""
+    if gate_up.dtype == torch.bfloat16 and caps is None:
         return npu.npu_dequant_swiglu_quant(gate_up, activate_left=True, quant_mode=1)
-    return npu.npu_dynamic_quant(npu.npu_swiglu(gate_up, dim=-1), dst_type=torch.int8)
+    return npu.npu_dynamic_quant(activated(gate_up, caps), dst_type=torch.int8)
 
 
 @fused(
@@ -270,19 +272,35 @@ def _activated(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     "npu_grouped_matmul", "npu_moe_token_unpermute", "npu_format_cast",
     only=ASCEND_950, refuse=_refuse_blocks, prepare=_prepare_blocks, weights=(MXFP8Weight,),
 )  # fmt: skip
-def _in_blocks(x, weights, ids, gate_up, down):
+def _in_blocks(x, weights, ids, gate_up, down, *, caps=None):
     rows, places, sizes, _ = routed(x, ids, gate_up.shape[0], quant_mode=UNQUANTIZED)
-    rows, scale = by_block(rows)
-    weight, exponents = _blocks(gate_up).factors()
-    inner, inner_scale = npu.npu_grouped_matmul_swiglu_quant_v2(
-        rows, weight, exponents, scale, sizes.cumsum(0), dequant_mode=IN_BLOCKS, dequant_dtype=torch.float32,
+    up, back, both = _blocks(gate_up), _blocks(down), by_block(rows)
+    inner = _activated_blocks(*both, up, sizes) if caps is None else _capped_blocks(*both, up, sizes, caps, x.dtype)
+    return npu.npu_moe_token_unpermute(_block_product(*inner, back, sizes, x.dtype), places, probs=weights)
+
+
+def _activated_blocks(rows: Tensor, row_scale: Tensor, weight: MXFP8Experts, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """The SwiGLU of each expert's rows times its weight, as float8 rows and their exponents, in one operator."""
+    values, exponents = weight.factors()
+    return npu.npu_grouped_matmul_swiglu_quant_v2(
+        rows, values, exponents, row_scale, sizes.cumsum(0), dequant_mode=IN_BLOCKS, dequant_dtype=torch.float32,
         quant_mode=IN_BLOCKS, quant_dtype=torch.float8_e4m3fn, group_list_type=SUMS, weight_scale_dtype=EXPONENT,
         x_scale_dtype=EXPONENT,
     )  # fmt: skip
-    weight, exponents = _blocks(down).factors()
-    (y,) = npu.npu_grouped_matmul(
-        [inner], weight, scale=exponents, per_token_scale=[inner_scale], group_list=sizes, group_list_type=COUNTS,
-        group_type=ROWS_OF_X, split_item=ONE_OUTPUT, output_dtype=x.dtype, scale_dtype=EXPONENT,
+
+
+def _capped_blocks(
+    rows: Tensor, row_scale: Tensor, weight: MXFP8Experts, sizes: Tensor, caps: Caps, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The same of a SwiGLU with caps, which is not among the operator's."""
+    return by_block(activated(_block_product(rows, row_scale, weight, sizes, dtype), caps))
+
+
+def _block_product(rows: Tensor, row_scale: Tensor, weight: MXFP8Experts, sizes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Each expert's float8 rows times its weight, and all exponents."""
+    values, exponents = weight.factors()
+    return npu.npu_grouped_matmul(
+        [rows], values, scale=exponents, per_token_scale=[row_scale], group_list=sizes, group_list_type=COUNTS,
+        group_type=ROWS_OF_X, split_item=ONE_OUTPUT, output_dtype=dtype, scale_dtype=EXPONENT,
         per_token_scale_dtype=EXPONENT,
-    )  # fmt: skip
-    return npu.npu_moe_token_unpermute(y, places, probs=weights)
+    )[0]  # fmt: skip

@@ -13,7 +13,7 @@ from ..op import op
 from ..weights import PreparedWeight
 from .collective import all_reduce
 from .linear import linear
-from .mlp import swiglu
+from .mlp import Caps, swiglu
 from .quant import of_expert
 from .widen import wide
 
@@ -91,24 +91,26 @@ def experts(
     ids: Int[Tensor, "tokens choices"],
     gate_up: Float[Tensor, "experts twice_inner hidden"] | WeightValue | PreparedWeight,
     down: Float[Tensor, "experts hidden inner"] | WeightValue | PreparedWeight,
+    *,
+    caps: Caps | None = None,
 ) -> Float[Tensor, "tokens hidden"]:
-    """Sum over each token's experts of weight * down(swiglu(gate_up x)), in the order of expert ids.
+    """Sum over each token's experts of weight * down(swiglu(gate_up x, caps)), in the order of expert ids.
 
     The reference sends every token through every expert, with weight zero where it was not chosen. Products with
     quantised weights are those of `linear`; what lies between the two has the dtype of x. Of experts that several ranks
     share (`params.shards`) the result is that of all, on every rank.
     """
     if isinstance(gate_up, AddendWeight) and isinstance(down, AddendWeight):
-        return all_reduce.body(experts.body(x, weights, ids, gate_up.weight, down.weight), group=down.group)
+        return all_reduce.body(experts.body(x, weights, ids, gate_up.weight, down.weight, caps=caps), group=down.group)
     if isinstance(gate_up, SomeExperts) and isinstance(down, SomeExperts):
         own, at = own_choices(ids, down)
-        y = experts.body(x, torch.where(own, weights, 0), at, gate_up.weight, down.weight)
+        y = experts.body(x, torch.where(own, weights, 0), at, gate_up.weight, down.weight, caps=caps)
         return all_reduce.body(y, group=down.group)
     gate_up, down = (w.plain() if isinstance(w, PreparedWeight) else w for w in (gate_up, down))
     out = torch.zeros_like(x)
     for expert in range(gate_up.shape[0]):
         weight = torch.where(ids == expert, weights, 0).sum(-1, keepdim=True)
-        y = swiglu.body(linear.body(x, of_expert(gate_up, expert)))
+        y = swiglu.body(linear.body(x, of_expert(gate_up, expert)), caps=caps)
         y = linear.body(y, of_expert(down, expert))
         # A token that did not choose the expert must not meet its value: an overflow there would be 0 * inf.
         out = out + torch.where(weight != 0, y * weight, 0)

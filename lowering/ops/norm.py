@@ -22,7 +22,8 @@ from .widen import wide
 Activation = Literal["silu", "sigmoid"]
 
 
-def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x with unit root mean square along its last axis, and its reciprocal deviation, both in float32 or wider."""
     x = wide(x)
     rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return x * rstd, rstd
@@ -31,7 +32,7 @@ def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 @op
 def rms_norm(x: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"], *, eps: float) -> Float[Tensor, "*lead dim"]:
     """Unit root mean square, rounded to x's dtype, then times the weight (DeepSeek-V2, Kimi, Qwen3)."""
-    return _normalise(x, eps)[0].to(x.dtype) * weight
+    return normalise(x, eps)[0].to(x.dtype) * weight
 
 
 @op(contains=("rms_norm",))
@@ -39,7 +40,7 @@ def rms_norm_rstd(
     x: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"], *, eps: float
 ) -> tuple[Float[Tensor, "*lead dim"], Float[Tensor, "*lead 1"]]:
     """`rms_norm`, and the float32 reciprocal deviation of each row."""
-    unit, rstd = _normalise(x, eps)
+    unit, rstd = normalise(x, eps)
     return unit.to(x.dtype) * weight, rstd
 
 
@@ -57,7 +58,7 @@ def gemma_rms_norm(
     x: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"] | PreparedWeight, *, eps: float
 ) -> Float[Tensor, "*lead dim"]:
     """Unit root mean square times (1 + weight), all in float32, rounded once (Gemma3, Qwen3.5)."""
-    return (_normalise(x, eps)[0] * (1 + wide(plain(weight)))).to(x.dtype)
+    return (normalise(x, eps)[0] * (1 + wide(plain(weight)))).to(x.dtype)
 
 
 @op(contains=("gemma_rms_norm",))
@@ -65,7 +66,7 @@ def gemma_rms_norm_rstd(
     x: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"] | PreparedWeight, *, eps: float
 ) -> tuple[Float[Tensor, "*lead dim"], Float[Tensor, "*lead 1"]]:
     """`gemma_rms_norm`, and the float32 reciprocal deviation of each row."""
-    unit, rstd = _normalise(x, eps)
+    unit, rstd = normalise(x, eps)
     return (unit * (1 + wide(plain(weight)))).to(x.dtype), rstd
 
 
@@ -92,7 +93,7 @@ def gated_rms_norm(
     activation: Activation,
 ) -> Float[Tensor, "*lead dim"]:
     """Norm first, gate second, with a rounding between: weight * cast(unit x), times act(gate) (gated delta net)."""
-    scaled = weight * _normalise(x, eps)[0].to(x.dtype)
+    scaled = weight * normalise(x, eps)[0].to(x.dtype)
     return (wide(scaled) * activate(wide(gate), activation)).to(x.dtype)
 
 
@@ -106,7 +107,7 @@ def gated_rms_norm_fp32(
     activation: Activation,
 ) -> Float[Tensor, "*lead dim"]:
     """weight * unit x * act(gate), all in float32, rounded once (Kimi delta attention)."""
-    return (wide(weight) * _normalise(x, eps)[0] * activate(wide(gate), activation)).to(x.dtype)
+    return (wide(weight) * normalise(x, eps)[0] * activate(wide(gate), activation)).to(x.dtype)
 
 
 @op(contains=("gemma_rms_norm",))
@@ -114,7 +115,7 @@ def grouped_gemma_rms_norm(
     x: Float[Tensor, "*lead dim"], weight: Float[Tensor, " dim"], *, groups: int, eps: float
 ) -> Float[Tensor, "*lead dim"]:
     """`gemma_rms_norm` with an own mean of squares for each of `groups` equal parts of the axis (Qwen4 streams)."""
-    unit = _normalise(x.unflatten(-1, (groups, -1)), eps)[0].flatten(-2)
+    unit = normalise(x.unflatten(-1, (groups, -1)), eps)[0].flatten(-2)
     return (unit * (1 + wide(weight))).to(x.dtype)
 
 

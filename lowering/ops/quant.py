@@ -21,6 +21,7 @@ from params.quant.rounding import int8_tokens, mxfp8, static_int8
 from params.quant.values import (
     Int4Weight,
     Int8Weight,
+    MXFP4Weight,
     MXFP8Weight,
     QuantizedWeight,
     StaticInt8Weight,
@@ -103,9 +104,15 @@ def _mxfp8(x: Tensor, weight: MXFP8Weight) -> Tensor:
     return rows.double() @ mx_values(weight.values, weight.scale).double().mT
 
 
+def _mxfp4(x: Tensor, weight: MXFP4Weight) -> Tensor:
+    # The weight is exact in float32; x is taken as it is.
+    return x.double() @ weight.dequantized(torch.float64).mT
+
+
 _FORMULAS: dict[type[QuantizedWeight], Callable[[Tensor, Any], Tensor]] = {
     Int8Weight: _int8,
     StaticInt8Weight: _static,
     Int4Weight: _int4,
     MXFP8Weight: _mxfp8,
+    MXFP4Weight: _mxfp4,
 }

@@ -1,5 +1,22 @@
 """Faster Torch kernels, where a reference is slow. Same file names as `ops/`; `kda` is more of `delta`."""
 
-from . import attention, delta, kda, linear, mla, moe, quant, sampling, sharded, short_conv, sparse
+from . import (
+    attention,
+    attention_residual,
+    delta,
+    greedy,
+    kda,
+    linear,
+    mla,
+    moe,
+    quant,
+    sampling,
+    sharded,
+    short_conv,
+    sparse,
+)
 
-__all__ = ["attention", "delta", "kda", "linear", "mla", "moe", "quant", "sampling", "sharded", "short_conv", "sparse"]
+__all__ = [
+    "attention", "attention_residual", "delta", "greedy", "kda", "linear", "mla", "moe", "quant", "sampling", "sharded",
+    "short_conv", "sparse",
+]  # fmt: skip

@@ -11,7 +11,7 @@ from ..target import EVERY
 
 
 @experts.kernel("torch_grouped", targets=("cpu",), host_reads=True)
-def _grouped(x, weights, ids, gate_up, down):
+def _grouped(x, weights, ids, gate_up, down, *, caps=None):
     choices = ids.shape[1]
     order = ids.flatten().argsort(stable=True)
     token = order // choices
@@ -19,14 +19,14 @@ def _grouped(x, weights, ids, gate_up, down):
     parts = []
     for expert, rows in enumerate(x[token].split(counts)):
         if rows.shape[0]:
-            parts.append(F.linear(swiglu.body(F.linear(rows, gate_up[expert])), down[expert]))
+            parts.append(F.linear(swiglu.body(F.linear(rows, gate_up[expert]), caps=caps), down[expert]))
     if not parts:
         return torch.zeros_like(x)
     y = torch.cat(parts) * weights.flatten()[order, None]
     return torch.zeros_like(x).index_add(0, token, y)
 
 
-def _refuse_gathered(x, weights, ids, gate_up, down) -> str | None:
+def _refuse_gathered(x, weights, ids, gate_up, down, *, caps=None) -> str | None:
     wanted, held = ids.numel(), gate_up.shape[0]
     if wanted <= held:
         return None
@@ -34,10 +34,10 @@ def _refuse_gathered(x, weights, ids, gate_up, down) -> str | None:
 
 
 @experts.kernel("torch_gathered", targets=EVERY, refuse=_refuse_gathered)
-def _gathered(x, weights, ids, gate_up, down):
+def _gathered(x, weights, ids, gate_up, down, *, caps=None):
     """For few tokens: nothing is read on the host, and of the weights only what was chosen."""
     chosen = ids.flatten()
     tokens = x.repeat_interleave(ids.shape[1], 0)[:, :, None]
-    y = swiglu.body((gate_up[chosen] @ tokens).mT).mT
+    y = swiglu.body((gate_up[chosen] @ tokens).mT, caps=caps).mT
     y = (down[chosen] @ y).unflatten(0, ids.shape)[..., 0]
     return (y * weights[..., None]).sum(1).to(x.dtype)

@@ -1,7 +1,8 @@
 """Quantised weights on CPUs and GPUs: Torch's own product of int8, and MX products in floating point.
 
 int4 is unpacked to int8, which has a product. An MX number is exact in bfloat16 down to 2^-133, so that for bfloat16
-activations products of MX weights are those of bfloat16. The kernels for CUDA have not been measured.
+activations products of MX weights are those of bfloat16: of MXFP8 weights with x as MX numbers, of MXFP4 with x itself.
+The kernels for CUDA have not been measured.
 """
 
 from __future__ import annotations
@@ -17,19 +18,25 @@ from torch import Tensor
 
 from params.quant.rounding import int8_tokens, mxfp8, static_int8
 from params.quant.values import (
+    MX_BLOCK,
     Int4Weight,
     Int8Weight,
+    MXFP4Weight,
     MXFP8Weight,
+    MXWeight,
     QuantizedWeight,
     SplitWeight,
     StaticInt8Weight,
+    e2m1_values,
+    mx_powers,
     mx_values,
+    times_blocks,
 )
 from params.tree import static, tree
 
 from ..host import tracing
 from ..ops.linear import linear
-from ..ops.mlp import swiglu
+from ..ops.mlp import Caps, swiglu
 from ..ops.moe import experts
 from ..ops.widen import wide_dtype
 from ..policy import MODE, Policy, use
@@ -37,7 +44,7 @@ from ..target import EVERY
 from ..weights import PreparedWeight
 
 INT8 = (Int8Weight, StaticInt8Weight, Int4Weight)
-OF_EXPERTS = (Int8Weight, Int4Weight, MXFP8Weight)
+OF_EXPERTS = (Int8Weight, Int4Weight, MXFP8Weight, MXFP4Weight)
 FEWEST_ROWS = 17
 """Rows that CUDA's product of int8 needs."""
 SMALLEST = 2**20
@@ -224,15 +231,18 @@ def _int8(x, weight):
 
 @tree
 class MXMatrix(PreparedWeight):
-    """An MX weight in bfloat16 [*experts outputs inputs]: twice its bytes, and nothing to decode.
+    """An MX weight in bfloat16 [*experts outputs inputs]: two or four times its bytes, and nothing to decode.
 
-    `padding` as in `MXFP8Weight`.
+    `padding` as in `MXWeight`; `rounds` says whether x must be of MX numbers too.
     """
 
-    kernels = ("torch_mxfp8", "torch_quantized_grouped", "torch_quantized_gathered", "cuda_quantized_gathered")
+    kernels = (
+        "torch_mxfp8", "torch_mxfp4", "torch_quantized_grouped", "torch_quantized_gathered", "cuda_quantized_gathered",
+    )  # fmt: skip
 
     values: Tensor
     padding: tuple[int, int] = static()
+    rounds: bool = static()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -246,28 +256,41 @@ class MXMatrix(PreparedWeight):
 
     def static_key(self) -> tuple[object, ...]:
         """What a choice of kernel may depend on."""
-        return MXMatrix, self.values.shape, self.padding
+        return MXMatrix, self.values.shape, self.padding, self.rounds
 
 
 def _matrix(weight: Any) -> MXMatrix | None:
     """An MX weight decoded; None for others."""
-    if not isinstance(weight, MXFP8Weight):
+    if not isinstance(weight, MXWeight):
         return None
     decoded = _decode_operator if tracing() else _decoded
-    return MXMatrix(decoded(weight.values, weight.scale), weight.padding)
+    return MXMatrix(decoded(_payload(weight), weight.scale), weight.padding, isinstance(weight, MXFP8Weight))
 
 
-def _decoded(values: Tensor, scale: Tensor) -> Tensor:
-    return mx_values(values, scale).to(torch.bfloat16)
+def _payload(weight: Any) -> Tensor:
+    """What a weight holds beside scales."""
+    return weight.packed if isinstance(weight, MXFP4Weight) else weight.values
+
+
+def _decoded(stored: Tensor, scale: Tensor) -> Tensor:
+    """MX numbers, of float8 or of bytes with two float4, in bfloat16."""
+    if stored.dtype != torch.uint8:
+        return mx_values(stored, scale).to(torch.bfloat16)
+    # Both numbers of a byte are looked up at once, as the halves of an integer.
+    every = e2m1_values(torch.arange(256, device=stored.device).to(torch.uint8)[:, None]).to(torch.bfloat16)
+    pairs = every.view(torch.int32).flatten().index_select(0, stored.flatten().int()).view(stored.shape)
+    return times_blocks(pairs.view(torch.bfloat16), mx_powers(scale).to(torch.bfloat16), MX_BLOCK).contiguous()
 
 
 _PRODUCTS = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
 """Dtype of MX products by that of x: what is summed must be finer than what it is rounded to."""
 
 
-def _mx_rows(x: Tensor, padding: tuple[int, int]) -> Tensor:
-    """x as MX numbers, in the dtype of the product."""
-    x = F.pad(x, padding)
+def _mx_rows(x: Tensor, weight: Any) -> Tensor:
+    """x as the product takes it and in its dtype: as MX numbers, or for a float4 weight as it is."""
+    x = F.pad(x, weight.padding)
+    if isinstance(weight, MXFP4Weight) or (isinstance(weight, MXMatrix) and not weight.rounds):
+        return x.float() if x.dtype == torch.float16 else x
     return _rows_operator(x) if tracing() else _rounded_rows(x)
 
 
@@ -277,22 +300,30 @@ def _rounded_rows(x: Tensor) -> Tensor:
 
 # Torch 2.13's Inductor decodes some shapes of float8 wrongly, so that a captured program calls what it cannot fuse.
 _decode_operator = torch.library.custom_op(
-    "funcmodels::mx_matrix", _decoded, mutates_args=(), schema="(Tensor values, Tensor scale) -> Tensor"
+    "funcmodels::mx_matrix", _decoded, mutates_args=(), schema="(Tensor stored, Tensor scale) -> Tensor"
 )
 _rows_operator = torch.library.custom_op(
     "funcmodels::mx_rows", _rounded_rows, mutates_args=(), schema="(Tensor x) -> Tensor"
 )
-_decode_operator.register_fake(lambda values, scale: torch.empty_like(values, dtype=torch.bfloat16))
+_decode_operator.register_fake(
+    lambda stored, scale: stored.new_empty(
+        (*stored.shape[:-1], stored.shape[-1] * (2 if stored.dtype == torch.uint8 else 1)), dtype=torch.bfloat16
+    )
+)
 _rows_operator.register_fake(lambda x: torch.empty_like(x, dtype=_PRODUCTS.get(x.dtype, torch.float64)))
 
 
 @linear.kernel(
+    "torch_mxfp4", targets=EVERY, refuse=_wrong_width, batches=False, differentiable=False, prepare=_matrix,
+    weights=(MXFP4Weight,),
+)  # fmt: skip
+@linear.kernel(
     "torch_mxfp8", targets=EVERY, refuse=_wrong_width, batches=False, differentiable=False, prepare=_matrix,
     weights=(MXFP8Weight,),
 )  # fmt: skip
-def _mxfp8(x, weight):
+def _mx(x, weight):
     matrix = _matrix(weight) or weight
-    rows = _mx_rows(x, matrix.padding)
+    rows = _mx_rows(x, matrix)
     return F.linear(rows, matrix.values.to(rows.dtype)).to(x.dtype)
 
 
@@ -314,15 +345,15 @@ def _wrong_experts(lacking: Callable[[Any], str | None], gate_up: Any, down: Any
     return None
 
 
-def _refuse_grouped(x, weights, ids, gate_up, down) -> str | None:
+def _refuse_grouped(x, weights, ids, gate_up, down, *, caps=None) -> str | None:
     return _wrong_experts(_lacking_on_cpu, gate_up, down)
 
 
-def _refuse_gathered(x, weights, ids, gate_up, down) -> str | None:
+def _refuse_gathered(x, weights, ids, gate_up, down, *, caps=None) -> str | None:
     return _too_many(ids, gate_up) or _wrong_experts(_lacking_on_cpu, gate_up, down)
 
 
-def _refuse_gathered_on_cuda(x, weights, ids, gate_up, down) -> str | None:
+def _refuse_gathered_on_cuda(x, weights, ids, gate_up, down, *, caps=None) -> str | None:
     return _too_many(ids, gate_up) or _wrong_experts(_lacking_on_cuda, gate_up, down)
 
 
@@ -333,15 +364,15 @@ def _too_many(ids: Tensor, gate_up: Any) -> str | None:
     return f"reads an expert for each choice, which pays up to as many as there are experts; {wanted} choices of {held}"
 
 
-Products = Callable[[Tensor, Tensor], Tensor]
-"""From quantised rows [choices inputs] and a weight's values [experts outputs inputs] to each row's own product."""
+Products = Callable[[Tensor, Any], Tensor]
+"""From quantised rows [choices inputs] and a weight [experts outputs inputs] to each row's own product."""
 
 
 @experts.kernel(
     "torch_quantized_grouped", targets=("cpu",), refuse=_refuse_grouped, host_reads=True, batches=False,
     differentiable=False, prepare=_expert_form, weights=OF_EXPERTS,
 )  # fmt: skip
-def _grouped(x, weights, ids, gate_up, down):
+def _grouped(x, weights, ids, gate_up, down, *, caps=None):
     """Each expert once, over the tokens that chose it."""
     if not ids.numel():
         return torch.zeros_like(x)
@@ -351,11 +382,12 @@ def _grouped(x, weights, ids, gate_up, down):
     counts = torch.bincount(expert, minlength=gate_up.shape[0]).tolist()
     busy = [(at, count) for at, count in enumerate(counts) if count]
 
-    def products(rows: Tensor, values: Tensor) -> Tensor:
+    def products(rows: Tensor, weight: Any) -> Tensor:
         parts = zip(busy, rows.split([count for _, count in busy]), strict=True)
-        return torch.cat([_one_product(part, values[at]) for (at, _), part in parts])
+        stored, scale = _stored(weight)
+        return torch.cat([_one_product(part, stored, scale, at) for (at, _), part in parts])
 
-    y = _feed_forward(x, token, expert, gate_up, down, products)
+    y = _feed_forward(x, token, expert, gate_up, down, products, caps)
     return torch.zeros_like(x).index_add(0, token, y * weights.flatten()[order, None])
 
 
@@ -367,57 +399,73 @@ def _grouped(x, weights, ids, gate_up, down):
     "torch_quantized_gathered", targets=("cpu",), refuse=_refuse_gathered, batches=False,
     differentiable=False, prepare=_expert_form, weights=OF_EXPERTS,
 )  # fmt: skip
-def _gathered(x, weights, ids, gate_up, down):
+def _gathered(x, weights, ids, gate_up, down, *, caps=None):
     """For few tokens: of the weights only what was chosen, and nothing is read from a device."""
     if not ids.numel():
         return torch.zeros_like(x)
     expert = ids.flatten()
     token = torch.arange(x.shape[0], device=x.device).repeat_interleave(ids.shape[1])
 
-    def products(rows: Tensor, values: Tensor) -> Tensor:
+    def products(rows: Tensor, weight: Any) -> Tensor:
+        stored, scale = _stored(weight)
         if not rows.is_cuda:
-            return (_choices_operator if tracing() else _choice_products)(rows, values, expert)
-        pairs = zip(rows.split(1), expert.split(1), strict=True)
-        return torch.cat([_one_product(row, values.index_select(0, chosen)[0]) for row, chosen in pairs])
+            return (_choices_operator if tracing() or rows.is_meta else _choice_products)(rows, stored, scale, expert)
+        chosen = [
+            (stored.index_select(0, at), None if scale is None else scale.index_select(0, at)) for at in expert.split(1)
+        ]
+        return torch.cat([_one_product(row, *own) for row, own in zip(rows.split(1), chosen, strict=True)])
 
-    y = _feed_forward(x, token, expert, gate_up, down, products).unflatten(0, ids.shape)
+    y = _feed_forward(x, token, expert, gate_up, down, products, caps).unflatten(0, ids.shape)
     return (y * weights[..., None]).sum(1).to(x.dtype)
 
 
-def _choice_products(rows: Tensor, values: Tensor, expert: Tensor) -> Tensor:
-    """Each row's product with its own expert's values, which are read where they lie."""
-    return torch.cat([_one_product(row, values[at]) for row, at in zip(rows.split(1), expert.tolist(), strict=True)])
+def _choice_products(rows: Tensor, stored: Tensor, scale: Tensor | None, expert: Tensor) -> Tensor:
+    """Each row's product with its own expert's weight, which is read where it lies."""
+    pairs = zip(rows.split(1), expert.tolist(), strict=True)
+    return torch.cat([_one_product(row, stored, scale, at) for row, at in pairs])
 
 
 # A captured program calls it whole: taken apart, it would copy every expert that is chosen.
 _choices_operator = torch.library.custom_op(
     "funcmodels::choice_products", _choice_products, mutates_args=(),
-    schema="(Tensor rows, Tensor values, Tensor expert) -> Tensor",
+    schema="(Tensor rows, Tensor stored, Tensor? scale, Tensor expert) -> Tensor",
 )  # fmt: skip
 _choices_operator.register_fake(
-    lambda rows, values, expert: rows.new_empty(
-        (rows.shape[0], values.shape[1]), dtype=torch.int32 if values.dtype == torch.int8 else rows.dtype
+    lambda rows, stored, scale, expert: rows.new_empty(
+        (rows.shape[0], stored.shape[1]), dtype=torch.int32 if stored.dtype == torch.int8 else rows.dtype
     )
 )
 
 
-def _feed_forward(x: Tensor, token: Tensor, expert: Tensor, gate_up: Any, down: Any, products: Products) -> Tensor:
+def _feed_forward(
+    x: Tensor, token: Tensor, expert: Tensor, gate_up: Any, down: Any, products: Products, caps: Caps | None
+) -> Tensor:
     """Of each choice [choices hidden], in the dtype of x; `token` and `expert` are its token and its expert."""
-    gate_up, down = (_expert_form(weight) or weight for weight in (gate_up, down))
+    gate_up, down = (_int8_form(weight) or weight for weight in (gate_up, down))
     rows, scale = _quantized_rows(x, gate_up)
-    sums = products(rows[token], gate_up.values)
-    inner = swiglu.body(_values(sums, expert, gate_up, None if scale is None else scale[token], x.dtype))
+    sums = products(rows[token], gate_up)
+    both = _values(sums, expert, gate_up, None if scale is None else scale[token], x.dtype)
+    inner = swiglu.body(both, caps=caps)
     rows, scale = _quantized_rows(inner, down)
-    return _values(products(rows, down.values), expert, down, scale, x.dtype)
+    return _values(products(rows, down), expert, down, scale, x.dtype)
 
 
 def _quantized_rows(x: Tensor, weight: Any) -> tuple[Tensor, Tensor | None]:
     """Rows as the weight's product takes them, and the scale of each, if there is one."""
-    return int8_tokens(x) if isinstance(weight, Int8Weight) else (_mx_rows(x, weight.padding), None)
+    return int8_tokens(x) if isinstance(weight, Int8Weight) else (_mx_rows(x, weight), None)
 
 
-def _one_product(rows: Tensor, values: Tensor) -> Tensor:
-    return _int8_product(rows, values) if values.dtype == torch.int8 else F.linear(rows, values.to(rows.dtype))
+def _stored(weight: Any) -> tuple[Tensor, Tensor | None]:
+    """What all experts' products read, and what it must be decoded with first."""
+    return _payload(weight), weight.scale if isinstance(weight, MXWeight) else None
+
+
+def _one_product(rows: Tensor, stored: Tensor, scale: Tensor | None = None, at: int = 0) -> Tensor:
+    """Rows times the weight of the expert `at`: of what is decoded, only that one's is."""
+    if stored.dtype == torch.int8:
+        return _int8_product(rows, stored[at])
+    values = stored[at] if scale is None else _decoded(stored[at], scale[at])
+    return F.linear(rows, values.to(rows.dtype))
 
 
 def _values(sums: Tensor, expert: Tensor, weight: Any, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -29,22 +29,23 @@ def _looked_up(ids, table):
 
 
 @experts.kernel("all_reduce", targets=EVERY, weights=(AddendWeight,))
-def _inner_slices(x, weights, ids, gate_up, down):
-    return all_reduce(experts(x, weights, ids, gate_up.weight, down.weight), group=down.group)
+def _inner_slices(x, weights, ids, gate_up, down, *, caps=None):
+    return all_reduce(experts(x, weights, ids, gate_up.weight, down.weight, caps=caps), group=down.group)
 
 
 @experts.kernel("own_choices", targets=("cpu",), host_reads=True, weights=(SomeExperts,))
-def _own_choices(x, weights, ids, gate_up, down):
+def _own_choices(x, weights, ids, gate_up, down, *, caps=None):
     """Only the choices that fall on the rank's experts are run, each as a token with one choice."""
     own, at = own_choices(ids, down)
     tokens, choices = own.nonzero().unbind(1)
-    y = experts(x[tokens], weights[tokens, choices, None], at[tokens, choices, None], gate_up.weight, down.weight)
+    one = weights[tokens, choices, None], at[tokens, choices, None]
+    y = experts(x[tokens], *one, gate_up.weight, down.weight, caps=caps)
     return all_reduce(torch.zeros_like(x).index_add(0, tokens, y), group=down.group)
 
 
 @experts.kernel("whole_experts", targets=EVERY, weights=(SomeExperts,))
-def _whole_experts(x, weights, ids, gate_up, down):
+def _whole_experts(x, weights, ids, gate_up, down, *, caps=None):
     """With nothing read on the host: choices of other ranks' experts run here too, with weight zero."""
     own, at = own_choices(ids, down)
-    y = experts(x, torch.where(own, weights, 0), at, gate_up.weight, down.weight)
+    y = experts(x, torch.where(own, weights, 0), at, gate_up.weight, down.weight, caps=caps)
     return all_reduce(y, group=down.group)

@@ -10,43 +10,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from params.names.rules import Beside, Experts, Ignore, Layout, Names, Part, Plain, Rows, Rule
+from params.names.rules import (
+    AnyOf,
+    Beside,
+    Convolutions,
+    ExpertsApart,
+    Ignore,
+    Layout,
+    Names,
+    Part,
+    Plain,
+    Rows,
+    Rule,
+    Squeeze,
+)
 from params.spec import TensorSpec
-
-
-@dataclass(frozen=True)
-class AnyOf:
-    """A leaf that checkpoints spell in several ways."""
-
-    rules: tuple[Rule, ...]
-
-    def layouts(self, leaf: TensorSpec, layer: int | None) -> tuple[Layout, ...]:
-        """Those of each rule; what is written is the first one's."""
-        return tuple(layout for rule in self.rules for layout in rule.layouts(leaf, layer))
-
-
-@dataclass(frozen=True)
-class ExpertsApart(Experts):
-    """`Experts`, of which one tensor an expert and member is written."""
-
-    def layouts(self, leaf: TensorSpec, layer: int | None) -> tuple[Layout, ...]:
-        """One tensor an expert and member first, then the stacked tensor."""
-        stacked, *apart = super().layouts(leaf, layer)
-        return (*apart, stacked)
-
-
-@dataclass(frozen=True)
-class Convolutions:
-    """Depthwise convolutions [channels, 1, width] below one another in the leaf, or `whole`, as one tensor."""
-
-    members: tuple[str, ...]
-    whole: str
-
-    def layouts(self, leaf: TensorSpec, layer: int | None) -> tuple[Layout, ...]:
-        """One tensor a member, in order; then one."""
-        (rows,) = Rows(self.members).layouts(leaf, layer)
-        apart = tuple(part._replace(shape=(part.shape[0], 1, part.shape[1])) for part in rows)
-        return apart, (Part(self.whole.format(i=layer), (leaf.shape[0], 1, leaf.shape[1])),)
 
 
 @dataclass(frozen=True)
@@ -95,8 +73,9 @@ NAMES = Names(
         "layers.{i}.input_norm.weight": Plain(f"{_LAYER}.input_layernorm.weight"),
         "layers.{i}.post_norm.weight": Plain(f"{_LAYER}.post_attention_layernorm.weight"),
         "layers.{i}.attn.in_proj.weight": _either(_in_proj(_ATTN), _in_proj(_FORGET)),
-        "layers.{i}.attn.conv": Convolutions(
-            tuple(f"{_ATTN}.{part}_conv1d.weight" for part in ("q", "k", "v")), f"{_ATTN}.conv1d.weight"
+        "layers.{i}.attn.conv": _either(
+            Convolutions(tuple(f"{_ATTN}.{part}_conv1d.weight" for part in ("q", "k", "v"))),
+            Squeeze(f"{_ATTN}.conv1d.weight"),
         ),
         "layers.{i}.attn.forget.weight": _either(*(Plain(f"{root}.f_b_proj.weight") for root in (_ATTN, _FORGET))),
         "layers.{i}.attn.a_log": _either(*(Broadcast(f"{root}.A_log") for root in (_ATTN, _FORGET))),

@@ -29,18 +29,34 @@ class Source(NamedTuple):
 class Part(NamedTuple):
     """A checkpoint tensor and the region of a leaf it fills: `leaf[region]`, seen in the checkpoint's `shape`.
 
-    With a `source` it is a slice of the tensor that fills the region, and has this shape.
+    With a `source` it is a slice of the tensor that fills the region, and has this shape. A `padded` tensor may have
+    more rows than are read, behind them.
     """
 
     name: str
     shape: tuple[int, ...]
     region: tuple[int | slice, ...] = ()
     source: Source | None = None
+    padded: bool = False
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """That of the whole checkpoint tensor."""
         return self.shape if self.source is None else self.source.shape
+
+    def fitted(self, stored: tuple[int, ...]) -> Part:
+        """The same of a tensor of the shape `stored`, which where the part is `padded` may have more rows."""
+        own = self.stored_shape
+        if not self.padded or stored[1:] != own[1:] or stored[:1] <= own[:1]:
+            return self
+        source = self.source or Source(own, 0, 0, own[0])
+        return self._replace(source=source._replace(shape=stored))
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """What a checkpoint tensor in memory gives."""
+        if self.source is not None:
+            tensor = tensor.narrow(self.source.axis, self.source.start, self.source.stop - self.source.start)
+        return tensor.reshape(self.shape)
 
     def of(self, leaf: Any) -> Tensor:
         """The region of `leaf`, a tensor or `MappedRows`, as the checkpoint shapes it; a view when it is contiguous."""
@@ -108,6 +124,18 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Convolutions:
+    """Depthwise convolutions `[channels, 1, width]` that stand below one another in the leaf, as `Rows` do."""
+
+    members: tuple[str, ...]
+
+    def layouts(self, leaf: TensorSpec, layer: int | None) -> tuple[Layout, ...]:
+        """One tensor a member, in order, with the input-channel axis put back."""
+        (rows,) = Rows(self.members).layouts(leaf, layer)
+        return (tuple(part._replace(shape=(part.shape[0], 1, part.shape[1])) for part in rows),)
+
+
+@dataclass(frozen=True)
 class Shards:
     """A table cut into checkpoint tensors of some rows each, `{s}` counting them from 0; or `whole`, as one tensor.
 
@@ -142,6 +170,16 @@ class Experts:
         return (Part(self.stacked.format(i=layer), leaf.shape),), *apart
 
 
+@dataclass(frozen=True)
+class ExpertsApart(Experts):
+    """`Experts`, of which one tensor an expert and member is written."""
+
+    def layouts(self, leaf: TensorSpec, layer: int | None) -> tuple[Layout, ...]:
+        """One tensor an expert and member first, then the stacked tensor."""
+        stacked, *apart = super().layouts(leaf, layer)
+        return (*apart, stacked)
+
+
 _WORDS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _OTHER_WORDS = _WORDS | {short: long for long, short in _WORDS.items()}
 
@@ -154,6 +192,17 @@ def _one_by_one(shape: tuple[int, ...], layer: int | None, names: tuple[str, ...
         for expert in range(experts)
         for index, name in enumerate(names)
     )
+
+
+@dataclass(frozen=True)
+class AnyOf:
+    """A leaf that checkpoints spell in several ways."""
+
+    rules: tuple[Rule, ...]
+
+    def layouts(self, leaf: TensorSpec, layer: int | None) -> tuple[Layout, ...]:
+        """Those of each rule; what is written is the first one's."""
+        return tuple(layout for rule in self.rules for layout in rule.layouts(leaf, layer))
 
 
 @dataclass(frozen=True)
@@ -206,8 +255,8 @@ class Names:
     `rules`: leaf path, `{i}` for the layer number, to rule. `constants`: the same for numbers that the config fixes, to
     checkpoint name. `prefixes`: (what wrappers write, what the rules say),
     the first that fits is applied. `tied`: checkpoint tensor that may be left out, or must repeat the named leaf
-    exactly, when the tree has no leaf for it. `nested`: what `model.` becomes when saving beside a config whose text
-    part is nested.
+    exactly, when the tree has no leaf for it. `nested` and `nested_head`: what `model.` and `lm_head.` become when
+    saving beside a config whose text part is nested.
     """
 
     family: str
@@ -217,12 +266,20 @@ class Names:
     tied: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, str] = field(default_factory=dict)
     nested: str = "model."
+    nested_head: str = "lm_head."
 
     def canonical(self, name: str) -> str:
         """A checkpoint's tensor name as the rules spell it, wrappers taken off."""
         for wrapper, plain in self.prefixes:
             if name.startswith(wrapper):
                 return plain + name[len(wrapper) :]
+        return name
+
+    def wrapped(self, name: str) -> str:
+        """A tensor's name beside a config whose text part is nested."""
+        for plain, nested in (("model.", self.nested), ("lm_head.", self.nested_head)):
+            if name.startswith(plain):
+                return nested + name.removeprefix(plain)
         return name
 
     def rule(self, path: str, paths: Collection[str]) -> tuple[Rule, int | None]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,26 @@ class Description:
 
     words: Mapping[str, str] = field(repr=False)
     problems: tuple[tuple[str, str], ...]
+
+    def matched(self, names: Collection[str]) -> Description:
+        """The entries under these `names` of tensors, where they call a feed-forward block otherwise than the files."""
+        words: dict[str, str] = {}
+        problems = list(self.problems)
+        for name, word in self.words.items():
+            other = name if name in names else _other_block(name)
+            here = other if other in names else name
+            if here != name and here in self.words:
+                problems.append((name, f"{name} and {here} mean the same tensor; keep one of the two entries"))
+            words[here] = word
+        return replace(self, words=words, problems=tuple(problems))
+
+
+_BLOCKS = {"mlp": "block_sparse_moe", "block_sparse_moe": "mlp"}
+"""Two words for a feed-forward block with experts: what writes a description may use the one, the files the other."""
+
+
+def _other_block(name: str) -> str:
+    return ".".join(_BLOCKS.get(word, word) for word in name.split("."))
 
 
 def read_description(directory: Path, canonical: Callable[[str], str]) -> Description | None:

@@ -16,6 +16,7 @@ from params.quant.rounding import (
     int4_weight,
     int8_range,
     int8_weight,
+    mxfp4,
     mxfp8,
     pack_int4,
 )
@@ -24,6 +25,7 @@ from params.quant.stored import has_projections, is_quantized, projections
 from params.quant.values import (
     Int4Weight,
     Int8Weight,
+    MXFP4Weight,
     MXFP8Weight,
     QuantizedWeight,
     SplitWeight,
@@ -46,9 +48,9 @@ _SLICED = ("**.mlp.**.down", "**.mlp.**.down.weight", "**.attn.out.weight")
 def quantize(
     tree: T, scheme: str | Mapping[str, str], *, keep: Collection[str] = KEPT, input_ranges: Ranges | None = None
 ) -> T:
-    """The tree with its projections quantised, rounding as ModelSlim's exporter does.
+    """The tree with its projections quantised, rounding as ModelSlim's exporter does; MXFP4 as compressed-tensors does.
 
-    `scheme` is a word of `quant_model_description.json`, or a mapping from patterns of leaf paths to such words, of
+    `scheme` is one of `params.quant.schemes.FOR_LINEARS`, or a mapping from patterns of leaf paths to such words, of
     which the first that fits counts. What fits `keep`, or no pattern, stays as it is. "W8A8" needs `input_ranges`: to
     the path of each of its leaves the smallest and largest input that the projection meets. A bias of such a
     projection moves into its weight's correction, and is zeros in the tree. `ValueError` for an unknown scheme, a
@@ -110,6 +112,8 @@ def _unfit(weight: Any, path: str, word: str, ranges: Ranges) -> list[str]:
         found.append(f"{path}: its inputs range over {ranges[path]}, expected two finite numbers")
     if word == Int4Weight.scheme and weight.shape[-2] % 2:
         found.append(f"{path} has {weight.shape[-2]} outputs, and {word} packs two in a byte; expected an even number")
+    if word == MXFP4Weight.scheme and weight.shape[-1] % 2:
+        found.append(f"{path} has {weight.shape[-1]} inputs, and {word} packs two in a byte; expected an even number")
     return found
 
 
@@ -144,6 +148,8 @@ def _weight(weight: Tensor, path: str, word: str) -> QuantizedWeight:
         return Int8Weight(*int8_weight(weight))
     if word == MXFP8Weight.scheme:
         return MXFP8Weight(*mxfp8(weight, "half_away"))
+    if word == MXFP4Weight.scheme:
+        return MXFP4Weight(*mxfp4(weight))
     values, scale = int4_weight(weight)
     one, many = SLICES
     slices = many if _fits_any(_SLICED, path) and weight.shape[-1] % many == 0 else one

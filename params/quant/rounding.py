@@ -1,10 +1,11 @@
-"""Float to int8, int4 and MXFP8: how weights are rounded once, and activations at every call.
+"""Float to int8, int4, MXFP8 and MXFP4: how weights are rounded once, and activations at every call.
 
 All arithmetic is in float32, whatever the input. Ties go to the even neighbour, except where a rounding is named.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float32, Int8, UInt8
 from torch import Tensor
 
-from params.quant.values import MX_BLOCK, times_blocks
+from params.quant.values import E2M1, MX_BLOCK, times_blocks
 
 Rounding = Literal["half_even", "half_away"]
 """Where a number halfway between two goes: to the even one (activations on Ascend), away from zero (ModelSlim)."""
@@ -21,6 +22,9 @@ EPS = torch.finfo(torch.float32).eps
 """Smallest scale of a weight's row."""
 E4M3_MAX = 448.0
 _E4M3_EXPONENT, _E4M3_MIN_EXPONENT, _E4M3_MANTISSA = 8, -6, 3
+_E2M1_EXPONENT = 2
+_QUARTER = 1 << 21
+"""A quarter in the mantissa of float32: half of what two neighbours of e2m1 differ by, where their exponents are 0."""
 _BIAS, _NAN = 127, 255
 """Of float32's exponent bits and of a scale's byte alike: what stands for 2^0, and what for NaN."""
 
@@ -81,8 +85,7 @@ def mx_scales(x: Float[Tensor, "*lead inputs"]) -> UInt8[Tensor, "*lead blocks"]
 
     A block with NaN or infinity gets 255, which stands for NaN: an error shows and does not saturate.
     """
-    blocks = F.pad(x.float(), (0, -x.shape[-1] % MX_BLOCK)).unflatten(-1, (-1, MX_BLOCK))
-    largest = _exponent_bits(blocks.abs().amax(-1))
+    largest = _exponent_bits(_largest_of_blocks(x))
     return torch.where(largest == _NAN, _NAN, (largest - _E4M3_EXPONENT).clamp(min=0)).to(torch.uint8)
 
 
@@ -103,6 +106,35 @@ def mxfp8(
     return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
 
+def mxfp4(
+    x: Float[Tensor, "*lead inputs"],
+) -> tuple[UInt8[Tensor, "*lead half_inputs"], UInt8[Tensor, "*lead blocks"]]:
+    """Two float4 e2m1 codes a byte, and the byte of the power of two for every 32: `MXFP4Weight`'s form.
+
+    As compressed-tensors rounds: a block's largest number lies in [3.5, 7) of its power of two, what is above 6 becomes
+    6, and ties go to the code that is even. A block with NaN or infinity gets the byte 255. `ValueError` for an odd
+    number of inputs.
+    """
+    if x.shape[-1] % 2:
+        raise ValueError(f"mxfp4: {x.shape[-1]} inputs, and two share a byte; their number must be even")
+    largest = _largest_of_blocks(x)
+    # As float4 has it, 1.75 rounds to two.
+    exponent = ((largest.view(torch.int32) + _QUARTER) >> 23).clamp(max=_NAN - 1)
+    finite = _exponent_bits(largest) < _NAN
+    scale = torch.where(finite, (exponent - _E2M1_EXPONENT).clamp(min=0), _NAN).to(torch.uint8)
+    scaled = times_blocks(x.float(), _power(254 - scale.int().clamp(max=253)), MX_BLOCK)
+    codes = _e2m1_codes(scaled).to(torch.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, scale
+
+
+def _e2m1_codes(x: Tensor) -> Tensor:
+    """The codes of the nearest float4 numbers; a number is above as many of them as midpoints lie below it."""
+    middles = [(low + high) / 2 for low, high in pairwise(E2M1)]
+    # Halfway to an even code is past the middle.
+    passed = [x.abs() >= middle if code % 2 else x.abs() > middle for code, middle in enumerate(middles)]
+    return torch.stack(passed).sum(0) + 8 * torch.signbit(x)
+
+
 def _half_away(x: Tensor) -> Tensor:
     """The nearest numbers with e4m3's mantissa, of two equally near the one away from zero."""
     exponent = (_exponent_bits(x) - _BIAS).clamp(_E4M3_MIN_EXPONENT, _E4M3_EXPONENT)
@@ -110,6 +142,12 @@ def _half_away(x: Tensor) -> Tensor:
     count = x.abs() / step
     whole = count.floor()
     return torch.copysign((whole + (count - whole >= 0.5)) * step, x)
+
+
+def _largest_of_blocks(x: Tensor) -> Tensor:
+    """Magnitudes [... blocks] in float32."""
+    blocks = F.pad(x.float(), (0, -x.shape[-1] % MX_BLOCK)).unflatten(-1, (-1, MX_BLOCK))
+    return blocks.abs().amax(-1)
 
 
 def _exponent_bits(x: Tensor) -> Tensor:

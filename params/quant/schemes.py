@@ -1,5 +1,7 @@
 """Which projections of a checkpoint are quantised, and how: decided from its description and headers, tensor by tensor.
 
+The description is ModelSlim's file, or what compressed-tensors wrote into `config.json`.
+
 Nothing is guessed. Only the word FLOAT means that a tensor is not quantised; what the description leaves out, names
 differently for parts that belong together, or calls something unknown is a problem.
 """
@@ -14,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from params.files import StoredTensor, listed
+from params.files import StoredTensor, listed, read_config
 from params.matching import Problem, by_rule_name, closest, refuse
 from params.names.rules import Ignore, Layout, Names, Part
 from params.quant.description import FILE, FLOAT, Description, read_description
+from params.quant.packed import CONFIG, SUFFIX, is_packed, read_packed
 from params.quant.stored import (
     KINDS,
     SUFFIXES,
@@ -28,7 +31,7 @@ from params.quant.stored import (
     quantized,
     shifted,
 )
-from params.quant.values import MX_BLOCK, Int4Weight, Int8Weight, MXFP8Weight, StaticInt8Weight
+from params.quant.values import MX_BLOCK, Int4Weight, Int8Weight, MXFP4Weight, MXFP8Weight, StaticInt8Weight
 from params.reading import small
 from params.spec import TensorSpec
 from params.tree import items, unchecked
@@ -42,6 +45,8 @@ DRAFT = "mtp"
 FOR_LINEARS = (FLOAT, *KINDS)
 FOR_EXPERTS = tuple(word for word in FOR_LINEARS if word != StaticInt8Weight.scheme)
 """The schemes that are supported."""
+MODELSLIM = tuple(word for word in FOR_LINEARS if word != MXFP4Weight.scheme)
+"""Those that a description of ModelSlim's may name."""
 
 SLICES = (1, 16)
 """Partial sums that the correction of an int4 weight may come in."""
@@ -59,7 +64,7 @@ class Quantized(NamedTuple):
     """A model's spec and names as a checkpoint's description changes them.
 
     `words`: checkpoint tensor to scheme, for every projection's weight, empty without a description. `draft`: a
-    sentence on the draft head, where there is one.
+    sentence on the draft head, where there is one. `file` is the one that holds the description.
     """
 
     spec: Any
@@ -67,24 +72,33 @@ class Quantized(NamedTuple):
     problems: tuple[Problem, ...]
     words: Mapping[str, str]
     draft: str
+    file: str
+
+    def check(self, directory: Path) -> None:
+        """Raise one `CheckpointError` that lists every problem."""
+        refuse(f"{directory}: {self.file} and the tensors do not fit", self.problems)
 
 
 def described(directory: Path, spec: Any, names: Names, tensors: Mapping[str, StoredTensor]) -> Quantized:
-    """Spec and names for a checkpoint: unchanged without a `quant_model_description.json`.
+    """Spec and names for a checkpoint: unchanged where nothing is quantised.
 
-    Reads the scales of statically quantised activations and nothing else.
+    Nothing is without a `quant_model_description.json`, unless tensors are packed as compressed-tensors does. Reads the
+    config of such, the scales of statically quantised activations, and nothing else.
     """
-    description = read_description(directory, names.canonical)
-    if description is None:
-        return Quantized(spec, names, (), {}, "")
     leaves: dict[str, TensorSpec] = dict(items(spec))
     own, _ = by_rule_name(names, tensors)
-    checkpoint = _Checkpoint(description.words, {plain: tensors[name] for plain, name in own.items()})
-    layouts = {path: closest(names.layouts(path, leaf, leaves), own) for path, leaf in leaves.items()}
+    modelslim = read_description(directory, names.canonical)
+    description = read_packed(directory, own) if modelslim is None else modelslim.matched(own)
+    if description is None:
+        return Quantized(spec, names, (), {}, "", FILE)
+    known = FOR_LINEARS if modelslim is None else MODELSLIM
+    checkpoint = _Checkpoint(description.words, {plain: tensors[name] for plain, name in own.items()}, known)
+    seen = own | {f"{module_of(name)}.weight": found for name, found in own.items() if name.endswith(f".{SUFFIX}")}
+    layouts = {path: closest(names.layouts(path, leaf, leaves), seen) for path, leaf in leaves.items()}
     nodes = {node: [f"{node}.{name}" if node else name for name in fields] for node, fields in projections(spec)}
     paths = [path for fields in nodes.values() for path in fields]
     problems = [Problem(KIND, name, text) for name, text in description.problems]
-    problems += _entry_problems(description, names, own, layouts)
+    problems += [] if modelslim is None else _entry_problems(description, names, own, layouts)
     problems += _float_problems(names, layouts, set(paths), checkpoint)
     groups: dict[str, tuple[Group, ...]] = {}
     for path in paths:
@@ -96,23 +110,30 @@ def described(directory: Path, spec: Any, names: Names, tensors: Mapping[str, St
     draft = {path: word for path, word in words.items() if path.startswith(f"{DRAFT}.")}
     problems += _draft_problems(draft)
     new_spec, new_names = quantized(spec, names, groups)
-    shown = {own[name]: word for found in words.values() for name, word in found.items() if name in own}
-    return Quantized(new_spec, new_names, tuple(problems), shown, _draft_sentence(draft))
+    shown = {seen[name]: word for found in words.values() for name, word in found.items() if name in seen}
+    file = CONFIG if modelslim is None else FILE
+    return Quantized(new_spec, new_names, tuple(problems), shown, _draft_sentence(draft), file)
+
+
+def is_quantized_checkpoint(directory: Path) -> bool:
+    """Whether a directory's description or config says that its weights are quantised."""
+    return (directory / FILE).is_file() or is_packed(read_config(directory))
 
 
 def quantized_spec(directory: Path, spec: Any, names: Names, tensors: Mapping[str, StoredTensor]) -> Any:
     """The spec of what `load` gives of a checkpoint. `CheckpointError` for a description that does not fit."""
     found = described(directory, spec, names, tensors)
-    refuse(f"{directory}: {FILE} and the tensors do not fit", found.problems)
+    found.check(directory)
     return found.spec
 
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """Words and headers by the names of the rules."""
+    """Words and headers by the names of the rules; `known` are the words that such a checkpoint may have."""
 
     words: Mapping[str, str] = field(repr=False)
     tensors: Mapping[str, StoredTensor] = field(repr=False)
+    known: tuple[str, ...] = FOR_LINEARS
 
     def members(self, layout: Layout) -> dict[str, str]:
         """The words of a leaf's weights. One that is missing altogether is taken to be like its neighbours."""
@@ -136,7 +157,7 @@ def _projection(
     """The values that a projection's leaf becomes, none if it stays as it is."""
     words = checkpoint.members(layout)
     experts = len(leaf.shape) == 3
-    supported = FOR_EXPERTS if experts else FOR_LINEARS
+    supported = [word for word in (FOR_EXPERTS if experts else FOR_LINEARS) if word in checkpoint.known]
     if not set(words.values()) <= set(supported):
         what = "experts" if experts else "projections"
         return (), [_problem(path, words, f"supported for {what}: {', '.join(supported)}")]
@@ -217,9 +238,11 @@ def _value(word: str, leaf: TensorSpec, shape: tuple[int, ...], traits: tuple[An
             correction=groups(slices if slices in SLICES else 1),
             second_scale=None if seconds is None else groups(seconds),
         )  # fmt: skip
-    if word == MXFP8Weight.scheme:
-        blocks = rows(-(-inputs // MX_BLOCK), torch.uint8)
-        return unchecked(MXFP8Weight, values=rows(inputs, torch.float8_e4m3fn), scale=blocks, padding=(0, 0))
+    if word in (MXFP8Weight.scheme, MXFP4Weight.scheme):
+        shared: dict[str, Any] = {"scale": rows(-(-inputs // MX_BLOCK), torch.uint8), "padding": (0, 0)}
+        if word == MXFP8Weight.scheme:
+            return unchecked(MXFP8Weight, values=rows(inputs, torch.float8_e4m3fn), **shared)
+        return unchecked(MXFP4Weight, packed=rows(inputs // 2, torch.uint8), **shared)
     one = TensorSpec((1,), dtype=torch.float32)
     return unchecked(
         StaticInt8Weight, values=rows(inputs, torch.int8), deq_scale=TensorSpec((outputs,), dtype=traits[0]),

@@ -14,6 +14,7 @@ from params.errors import CheckpointError
 from params.files import resolve, tensor_names
 from params.names.rules import Names, Plain
 from params.quant.description import FLOAT, read_description
+from params.quant.packed import SUFFIX
 from params.quant.values import Int4Weight, QuantizedWeight, StaticInt8Weight
 from params.spec import TensorSpec
 from params.tree import tree, unchecked
@@ -43,17 +44,19 @@ def load_projection(path: str | Path, module: str) -> tuple[Tensor | QuantizedWe
     """
     directory = resolve(path)
     stored = tensor_names(directory)
-    name = f"{module}.weight"
+    packed = f"{module}.{SUFFIX}" in stored
+    name = f"{module}.{SUFFIX if packed else 'weight'}"
     if name not in stored or len(stored[name].shape) != 2:
-        near = difflib.get_close_matches(name, [other for other in stored if other.endswith(".weight")], n=1)
+        weights = [other for other in stored if other.endswith((".weight", f".{SUFFIX}"))]
+        near = difflib.get_close_matches(name, weights, n=1)
         hint = f"; the nearest is {near[0]}" if near else ""
         raise CheckpointError(f"{directory} has no matrix {name}{hint}")
     description = read_description(directory, lambda given: given)
     word = FLOAT if description is None else description.words.get(name, FLOAT)
     rows, inputs = stored[name].shape
-    outputs = 2 * rows if word == Int4Weight.scheme else rows
+    outputs, inputs = 2 * rows if word == Int4Weight.scheme else rows, 2 * inputs if packed else inputs
     biased = f"{module}.bias" in stored and word != StaticInt8Weight.scheme
     spec = unchecked(_Projection, weight=TensorSpec((outputs, inputs)), bias=TensorSpec((outputs,)) if biased else None)
-    rules = {"weight": Plain(name), "bias": Plain(f"{module}.bias")}
+    rules = {"weight": Plain(f"{module}.weight"), "bias": Plain(f"{module}.bias")}
     found = load(directory, spec, _ModuleNames(module, rules), dtype=None, progress=False, tensors=stored)
     return found.weight, found.bias

@@ -22,7 +22,9 @@ from params.quant.description import FLOAT
 from params.quant.values import (
     Int4Weight,
     Int8Weight,
+    MXFP4Weight,
     MXFP8Weight,
+    MXWeight,
     QuantizedWeight,
     SplitWeight,
     StaticInt8Weight,
@@ -65,8 +67,9 @@ STORED: dict[type[QuantizedWeight], dict[str, Stored]] = {
         "second_scale": Stored("weight_scale_second"),
     },
     MXFP8Weight: {"values": Stored("weight"), "scale": Stored("weight_scale")},
+    MXFP4Weight: {"packed": Stored("weight_packed"), "scale": Stored("weight_scale")},
 }
-"""The fields of each kind of weight in a ModelSlim checkpoint."""
+"""The fields of each kind of weight in a checkpoint: the last of compressed-tensors, the others of ModelSlim."""
 
 KINDS = {kind.scheme: kind for kind in STORED}
 
@@ -128,6 +131,11 @@ class QuantizedNames(Names):
         module, _, suffix = name.rpartition(".")
         why = UNREAD.get((self.schemes.get(module, FLOAT), suffix))
         return why or self.plain.ignored(name, self.paths)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the checkpoint is one of compressed-tensors, else it is ModelSlim's."""
+        return MXFP4Weight.scheme in self.schemes.values()
 
     def is_folded(self, name: str) -> bool:
         """Whether the tensor is a bias that its module's `quant_bias` already holds."""
@@ -205,6 +213,7 @@ def of_tree(tree: Any, spec: Any, names: Names) -> tuple[Any, Names]:
     apart = {path: sorted(names.layouts(path, leaves[path], leaves), key=is_stacked)[0] for path in weights}
     new, found = quantized(spec, names, {path: _groups(path, node, apart[path]) for path, node in weights.items()})
     _refuse_biases(tree, {path: names.layouts(path, leaf, leaves)[0] for path, leaf in leaves.items()}, found)
+    _refuse_two_formats(found)
     return new, found
 
 
@@ -264,12 +273,22 @@ def _spec_of(path: str, value: Any, members: Layout) -> Any:
     """The spec of a value that is saved in these members."""
     if isinstance(value, Tensor):
         return TensorSpec(tuple(value.shape))
-    if isinstance(value, MXFP8Weight) and any(value.padding):
+    if isinstance(value, MXWeight) and any(value.padding):
         raise CheckpointError(f"{path} is a slice that begins or ends inside a block of 32; save the whole weight")
     odd = [member.name for member in members if member.shape[-2] % 2]
     if isinstance(value, Int4Weight) and odd:
         raise CheckpointError(f"{path}: {listed(odd)} would have an odd number of rows, and int4 packs two in a byte")
     return map(lambda leaf: TensorSpec(tuple(leaf.shape), dtype=leaf.dtype), value)
+
+
+def _refuse_two_formats(names: QuantizedNames) -> None:
+    """Schemes of which no one format of checkpoints has both."""
+    words = sorted(set(names.schemes.values()) - {FLOAT})
+    if names.is_packed and len(words) > 1:
+        raise CheckpointError(
+            f"no checkpoint holds {MXFP4Weight.scheme}, which is compressed-tensors', beside ModelSlim's: the tree has "
+            f"{', '.join(words)}; dequantise what is of the one kind or the other"
+        )
 
 
 def _refuse_biases(tree: Any, layouts: Mapping[str, Layout], names: QuantizedNames) -> None:

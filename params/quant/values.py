@@ -129,13 +129,32 @@ class Int4Weight(QuantizedWeight):
         return values.to(dtype)
 
 
-@tree
-class MXFP8Weight(QuantizedWeight):
-    """W8A8_MXFP8: float8 e4m3 with a power of two for every 32 inputs, the last block perhaps of fewer.
+class MXWeight(QuantizedWeight):
+    """A weight with a power of two for every 32 inputs, the last block perhaps of fewer.
 
     A byte b of `scale` stands for 2^(b - 127), 255 for NaN. `padding` counts inputs at the left and right that x does
     not have and that count for nothing: where a slice of a longer row begins or ends inside a block.
     """
+
+    scale: UInt8[Tensor, "*experts outputs blocks"]
+    padding: tuple[int, int]
+
+    def whole(self) -> Float32[Tensor, "*experts outputs padded_inputs"]:
+        """The float weight and its padding, exactly."""
+        raise NotImplementedError
+
+    def static_key(self) -> tuple[object, ...]:
+        """What a choice of kernel may depend on."""
+        return *super().static_key(), self.padding
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The float weight, without the padding."""
+        return self.whole()[..., self.padding[0] :][..., : self.shape[-1]].to(dtype)
+
+
+@tree
+class MXFP8Weight(MXWeight):
+    """W8A8_MXFP8: float8 e4m3 with a power of two for every 32 inputs, and activations of the same kind."""
 
     scheme = "W8A8_MXFP8"
 
@@ -148,14 +167,32 @@ class MXFP8Weight(QuantizedWeight):
         """That of the float weight: without the padding."""
         return (*self.values.shape[:-1], self.values.shape[-1] - sum(self.padding))
 
-    def static_key(self) -> tuple[object, ...]:
-        """What a choice of kernel may depend on."""
-        return *super().static_key(), self.padding
+    def whole(self) -> Float32[Tensor, "*experts outputs padded_inputs"]:
+        """values * 2^(scale - 127)."""
+        return mx_values(self.values, self.scale)
 
-    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """values * 2^(scale - 127), without the padding."""
-        left, right = self.padding
-        return mx_values(self.values, self.scale)[..., left : self.values.shape[-1] - right].to(dtype)
+
+@tree
+class MXFP4Weight(MXWeight):
+    """W4A16_MXFP4: two float4 e2m1 inputs in a byte, the even one in the low half, with a power of two for every 32.
+
+    Activations stay as they are.
+    """
+
+    scheme = "W4A16_MXFP4"
+
+    packed: UInt8[Tensor, "*experts outputs half_inputs"]
+    scale: UInt8[Tensor, "*experts outputs blocks"]
+    padding: tuple[int, int] = static(default=(0, 0))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the float weight: without the padding."""
+        return (*self.packed.shape[:-1], 2 * self.packed.shape[-1] - sum(self.padding))
+
+    def whole(self) -> Float32[Tensor, "*experts outputs padded_inputs"]:
+        """The e2m1 numbers * 2^(scale - 127)."""
+        return mx_values(e2m1_values(self.packed), self.scale)
 
 
 @tree
@@ -190,13 +227,29 @@ def dequantized(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
     return weight.dequantized(dtype) if isinstance(weight, QuantizedWeight) else weight.to(dtype)
 
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers of the codes 0 to 7 of a float4; those of 8 to 15 are the same, negative."""
+
+
+def e2m1_values(packed: UInt8[Tensor, "*lead half_inputs"]) -> Float32[Tensor, "*lead inputs"]:
+    """The numbers of two float4 codes a byte, the low half's first."""
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).short()
+    # The bits of a float16 whose exponent counts from 14 lower.
+    return ((codes & 8) << 12 | (codes & 7) << 9).view(torch.float16).float() * 2.0**14
+
+
 def mx_values(
     values: Float[Tensor, "*lead inputs"], scale: UInt8[Tensor, "*lead blocks"]
 ) -> Float32[Tensor, "*lead inputs"]:
-    """The numbers that float8 values and the bytes of their blocks' powers of two stand for, exactly."""
+    """The numbers that float8 or float4 values and the bytes of their blocks' powers of two stand for, exactly."""
+    return times_blocks(values.float(), mx_powers(scale), MX_BLOCK)
+
+
+def mx_powers(scale: UInt8[Tensor, "*lead blocks"]) -> Float32[Tensor, "*lead blocks"]:
+    """The powers of two that bytes stand for."""
     # Float32's exponent bits, but for 0, which is 2^-127, and 255, NaN: Inductor has no float8 of powers.
     special = ((scale == 0) | (scale == 255)).int()
-    return times_blocks(values.float(), ((scale.int() << 23) | (special << 22)).view(torch.float32), MX_BLOCK)
+    return ((scale.int() << 23) | (special << 22)).view(torch.float32)
 
 
 def times_blocks(

@@ -1,4 +1,4 @@
-"""ModelSlim checkpoints by a writer of our own: one tensor after the other, in NumPy, without anything of `params`.
+"""ModelSlim checkpoints, and packed ones, by a writer of our own: tensor after tensor, in NumPy, without `params`.
 
 It rounds by tables and loops, so that what the library rounds by bits has something to be compared with.
 """
@@ -43,6 +43,31 @@ def mxfp8(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             values[row, 32 * block : 32 * block + 32] = to_e4m3(piece * 2.0**-power)
             scales[row, block] = power + 127
     return values, scales
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+"""The float4 e2m1 numbers of codes 0 to 7."""
+
+
+def mxfp4(w: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Packed codes and bytes of scales as compressed-tensors stores them, and the float weight that they stand for.
+
+    The largest number of a block is at most 7 of its power of two; ties go to even codes.
+    """
+    codes, scales = np.zeros(w.shape, np.uint8), np.zeros((len(w), -(-w.shape[1] // 32)), np.uint8)
+    for row, block in np.ndindex(scales.shape):
+        piece = w[row, 32 * block : 32 * block + 32].astype(float)
+        fraction, power = np.frexp(np.abs(piece).max())
+        power = max(int(power) - (3 if fraction < 0.875 else 2), -127) if fraction else -127
+        gaps = np.abs(np.abs(piece)[:, None] / 2.0**power - E2M1)
+        # Of equally near codes the even one is looked at first.
+        order = np.array([0, 2, 4, 6, 1, 3, 5, 7])
+        codes[row, 32 * block : 32 * block + 32] = order[gaps[:, order].argmin(1)] + 8 * np.signbit(piece)
+        scales[row, block] = power + 127
+    whole = (
+        np.concatenate([E2M1, -E2M1])[codes] * np.repeat(2.0 ** (scales.astype(float) - 127), 32, 1)[:, : w.shape[1]]
+    )
+    return {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales}, whole
 
 
 def integers(w: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:

@@ -132,7 +132,7 @@ def test_quantising_leaves_the_tree_alone(oracle: Any, spec_of: Any) -> None:
 def test_dequantised_trees(oracle: Any, spec_of: Any) -> None:
     """The same paths and shapes, near the float values, in the dtype asked for."""
     whole, *_ = random_tree(oracle, spec_of)
-    for word, bound in (("W8A8_DYNAMIC", 0.01), ("W8A8_MXFP8", 0.04), ("W4A8_DYNAMIC", 0.15)):
+    for word, bound in (("W8A8_DYNAMIC", 0.01), ("W8A8_MXFP8", 0.04), ("W4A8_DYNAMIC", 0.15), ("W4A16_MXFP4", 0.15)):
         back = params.dequantize(params.quantize(whole, word), torch.bfloat16)
         assert [path for path, _ in params.items(back)] == [path for path, _ in params.items(whole)]
         for path, weight in weights(whole).items():
@@ -143,16 +143,54 @@ def test_dequantised_trees(oracle: Any, spec_of: Any) -> None:
             assert other.dtype == (torch.float32 if kept else torch.bfloat16)
 
 
-BOUNDS = {"W8A8_DYNAMIC": (0.0105, torch.float32), "W8A8_MXFP8": (0.041, torch.float32), "W4A8_DYNAMIC": (0.135, None)}
+def test_packed_trees_are_saved_and_loaded(wrapper: Any, spec_of: Any, tmp_path: Path) -> None:
+    """As compressed-tensors: merged members apart, no description, and a section in the config that says how."""
+    config = wrapper(False)
+    spec = spec_of(config.text_config)
+    whole = params.init(spec, seed=7)
+    quantised = params.quantize(whole, {"**.mlp.**": "W4A16_MXFP4"})
+    directory = params.save(quantised, tmp_path, spec, NAMES, config.to_dict(), max_shard_bytes=30_000)
+    assert not (directory / "quant_model_description.json").exists()
+    section = params.read_config(directory)["text_config"]["quantization_config"]
+    root = "model.language_model.layers.3"
+    assert f"{root}.self_attn.q_proj" in section["ignore"] and f"{root}.mlp.up_proj" not in section["ignore"]
+    stored = params.tensor_names(directory)
+    assert stored[f"{root}.mlp.up_proj.weight_packed"].shape == (40, 16)
+    assert params.load(directory, spec, NAMES, dtype=None) == quantised
+    found = params.inspect(directory, spec, NAMES, dtype=None)
+    assert found.ok and found.schemes == {"FLOAT": found.schemes["FLOAT"], "W4A16_MXFP4": 12}
+    down, bias = params.load_projection(directory, f"{root}.mlp.down_proj")
+    assert bias is None and down == quantised.layers[3].mlp.down.weight
+    both = params.quantize(quantised, {"**.attn.**": "W8A8_DYNAMIC"}, keep=("**.mlp.**", "head.weight"))
+    with pytest.raises(
+        params.CheckpointError, match=r"no checkpoint holds W4A16_MXFP4.*the tree has W4A16_MXFP4, W8A8"
+    ):
+        params.save(both, tmp_path / "both", spec, NAMES, config.to_dict())
+
+
+def test_packing_needs_an_even_number_of_inputs() -> None:
+    narrow = unchecked(Biased, weight=torch.ones(4, 33), bias=None)
+    with pytest.raises(ValueError, match=r"weight has 33 inputs, and W4A16_MXFP4 packs two in a byte"):
+        params.quantize(narrow, "W4A16_MXFP4")
+
+
+BOUNDS = {
+    "W4A16_MXFP4": (0.118, None),
+    "W8A8_DYNAMIC": (0.0105, torch.float32),
+    "W8A8_MXFP8": (0.041, torch.float32),
+    "W4A8_DYNAMIC": (0.135, None),
+}
 
 
 @pytest.mark.parametrize("word", BOUNDS)
 def test_errors_of_products(word: str) -> None:
-    """Of Gaussian inputs and weights, both quantised: the published figure of each scheme, 30 % to either side."""
+    """Of Gaussian inputs and weights, quantised as the scheme has it: its published figure, 30 % to either side."""
     generator = torch.Generator().manual_seed(0)
     x, w = torch.randn(64, 512, generator=generator), torch.randn(256, 512, generator=generator)
     weight = params.quantize(unchecked(Biased, weight=w, bias=None), word).weight
-    if word == "W8A8_MXFP8":
+    if word == "W4A16_MXFP4":
+        rounded = x
+    elif word == "W8A8_MXFP8":
         rounded = MXFP8Weight(*rounding.mxfp8(x, "half_even")).dequantized()
     else:
         rounded = Int8Weight(*rounding.int8_tokens(x)).dequantized()
@@ -265,6 +303,7 @@ def test_a_bias_without_a_place(tmp_path: Path) -> None:
             "its inputs range over .* expected two finite numbers",
         ),
         ({"scheme": "W4A8_DYNAMIC", "keep": ()}, r"shared_gate\.weight has 1 outputs, and W4A8_DYNAMIC packs two"),
+        ({"scheme": {"layers.0.**": "W8A16_MXFP4"}}, "unknown scheme W8A16_MXFP4; give one of .*, W4A16_MXFP4"),
         ({"scheme": {"**.experts.down": "W8A8_DYNAMIC"}}, r"layers\.0\.mlp\.experts: give all of gate_up, down "),
         ({"scheme": {"**.out.weight": "W8A8_DYNAMIC"}, "keep": ()}, "the draft head must be quantised as a whole"),
     ],

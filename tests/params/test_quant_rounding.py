@@ -1,4 +1,4 @@
-"""Rounding to int8, int4 and MXFP8: published numbers, and tables and loops to compare with."""
+"""Rounding to int8, int4, MXFP8 and MXFP4: published numbers, and tables and loops to compare with."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from params.quant import rounding
-from params.quant.values import Int4Weight, Int8Weight, MXFP8Weight, StaticInt8Weight
-from tests.params.modelslim import E4M3, grouped, integers, mxfp8, pack
+from params.quant.values import Int4Weight, Int8Weight, MXFP4Weight, MXFP8Weight, StaticInt8Weight, e2m1_values
+from tests.params.modelslim import E4M3, grouped, integers, mxfp4, mxfp8, pack
 
 NAN, INF = float("nan"), float("inf")
 
@@ -186,6 +186,53 @@ def test_mxfp8_product() -> None:
     assert (left @ right.T)[0].tolist() == pytest.approx([2.8265381, -0.7096710], abs=1e-6)
 
 
+def test_e2m1_numbers() -> None:
+    """All sixteen; of a byte the low half's first."""
+    packed = torch.tensor([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE, 0xF2]], dtype=torch.uint8)
+    expected = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6, 1, -6]
+    found = e2m1_values(packed)[0]
+    assert found.tolist() == expected and torch.equal(found.signbit(), torch.tensor(expected).signbit())
+
+
+def test_ties_of_e2m1() -> None:
+    """To even codes, in a block whose power of two is 1; what is above 6 becomes 6."""
+    x = torch.zeros(1, 32)
+    x[0, :14] = torch.tensor([5, -3, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, -0.25, -5, 6.9, 0, 0.26, -0.74])
+    packed, scale = rounding.mxfp4(x)
+    assert scale.tolist() == [[127]] and packed[0, :7].tolist() == [214, 32, 66, 100, 232, 7, 145]
+    whole = MXFP4Weight(packed, scale).dequantized()[0, :14]
+    assert whole.tolist() == [4, -3, 0, 1, 1, 2, 2, 4, 0, -4, 6, 0, 0.5, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("largest", "byte", "value"),
+    [(3.4999, 126, 3), (3.5, 127, 4), (6.9999, 127, 6), (7, 128, 8), (1, 125, 1), (0, 0, 0), (1e-45, 0, 0),
+     (2.0**-127, 0, 2.0**-127), (2.0**-124, 1, 2.0**-124), (3.4e38, 252, 6 * 2.0**125), (NAN, 255, NAN),
+     (INF, 255, NAN)],
+)  # fmt: skip
+def test_shared_exponents_of_float4(largest: float, byte: int, value: float) -> None:
+    """Of a block's largest number once it is rounded to two bits; the other block is what it was."""
+    x = torch.full((1, 34), 2.0)
+    x[0, :32], x[0, 5] = 0, -largest
+    packed, scale = rounding.mxfp4(x)
+    assert scale.tolist() == [[byte, 126]]
+    found = MXFP4Weight(packed, scale).dequantized()[0]
+    assert found[5].item() == pytest.approx(-value, rel=0, abs=0, nan_ok=True) and found[32:].tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("k", [2, 16, 30, 32, 34, 64, 100, 160, 4304])
+def test_mxfp4_against_a_table(k: int) -> None:
+    random = np.random.default_rng(k)
+    w = (random.standard_normal((3, k)) * 2.0 ** random.integers(-3, 3, (3, k))).astype(np.float32)
+    w[1], w[2] = w[1] * 2.0**-130, np.round(w[2] * 4) / 4
+    w[0, : min(k, 40)] = 0
+    packed, scale = rounding.mxfp4(torch.from_numpy(w))
+    expected, whole = mxfp4(w)
+    assert np.array_equal(scale.numpy(), expected["weight_scale"]) and scale.shape == (3, math.ceil(k / 32))
+    assert np.array_equal(packed.numpy(), expected["weight_packed"]) and packed.shape == (3, k // 2)
+    assert np.array_equal(MXFP4Weight(packed, scale).dequantized().numpy(), whole)
+
+
 INT4 = ((5 * torch.arange(4)[:, None] + 3 * torch.arange(16)) % 16 - 8).to(torch.int8)
 INT4_SCALE = torch.tensor([0.02, 0.01, 0.03, 0.015])[:, None]
 
@@ -254,13 +301,15 @@ def test_refusals() -> None:
         rounding.pack_int4(torch.zeros(3, 2, dtype=torch.int8))
     with pytest.raises(ValueError, match="24 inputs do not make 16 equal slices"):
         rounding.int4_correction(torch.zeros(2, 24, dtype=torch.int8), torch.ones(2, 1), 16)
+    with pytest.raises(ValueError, match="mxfp4: 33 inputs, and two share a byte"):
+        rounding.mxfp4(torch.zeros(2, 33))
 
 
 @pytest.mark.parametrize("kind", ["half_even", "half_away"])
 def test_under_transforms_and_without_values(kind: Any) -> None:
     """Rounding has nothing that a trace or a map could not hold."""
     x = torch.randn(3, 5, 40, generator=torch.Generator().manual_seed(0))
-    for function in (lambda x: rounding.mxfp8(x, kind), rounding.int8_tokens):
+    for function in (lambda x: rounding.mxfp8(x, kind), rounding.mxfp4, rounding.int8_tokens):
         whole, mapped = function(x), torch.vmap(function)(x)
         assert all(torch.equal(a.float(), b.float()) for a, b in zip(whole, mapped, strict=True))
         shapes = [(tuple(leaf.shape), leaf.dtype) for leaf in function(x.to("meta"))]

@@ -16,6 +16,7 @@ from params.quant import rounding
 from params.quant.values import (
     Int4Weight,
     Int8Weight,
+    MXFP4Weight,
     MXFP8Weight,
     QuantizedWeight,
     SplitWeight,
@@ -65,9 +66,10 @@ MAKERS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
     "int4": int4,
     "int4, one correction": lambda w: int4(w, 1),
     "mxfp8": lambda w: MXFP8Weight(*rounding.mxfp8(w, "half_away")),
+    "mxfp4": lambda w: MXFP4Weight(*rounding.mxfp4(w)),
     "split": split,
 }
-FOR_EXPERTS = ("int8", "groups", "int4", "mxfp8")
+FOR_EXPERTS = ("int8", "groups", "int4", "mxfp8", "mxfp4")
 
 
 def held(weight: Any, rule: Rule, rank: int, size: int) -> Any:
@@ -108,7 +110,7 @@ def test_inputs(kind: str, size: int) -> None:
         assert torch.equal(dequantized(part, torch.float32), whole[:, rank * 160 // size : (rank + 1) * 160 // size])
 
 
-@pytest.mark.parametrize("kind", ["int8", "groups", "int4", "mxfp8"])
+@pytest.mark.parametrize("kind", FOR_EXPERTS)
 @pytest.mark.parametrize("whole_experts", [False, True])
 def test_experts(kind: str, whole_experts: bool) -> None:
     """Some experts, or some rows and columns of every one."""
@@ -166,12 +168,12 @@ the whole may be partial, and then the last rank's is."""
 
 @pytest.mark.parametrize(("inputs", "size"), PLAN)
 def test_parted_blocks(inputs: int, size: int) -> None:
-    weight = MXFP8Weight(*rounding.mxfp8(random(2, inputs), "half_away"))
+    weight, other = MXFP8Weight(*rounding.mxfp8(random(2, inputs), "half_away")), MAKERS["mxfp4"](random(2, inputs))
     for rank, (left, right, first, count) in enumerate(PLAN[inputs, size]):
-        part = held(weight, Inputs(size), rank, size)
-        assert part.padding == (left, right) and part.shape == (2, inputs // size)
+        part, narrow = (held(one, Inputs(size), rank, size) for one in (weight, other))
+        assert part.padding == narrow.padding == (left, right) and part.shape == narrow.shape == (2, inputs // size)
         assert torch.equal(part.scale, weight.scale[:, first : first + count])
-        assert part.values.shape[1] == min(32 * count, inputs - 32 * first)
+        assert part.values.shape[1] == 2 * narrow.packed.shape[1] == min(32 * count, inputs - 32 * first)
 
 
 @pytest.mark.parametrize(("inputs", "size"), [(4304, 2), (4304, 4), (96, 2), (128, 4)])

@@ -1,0 +1,71 @@
+"""The config of Kimi-K3: what shapes its text model, read from `config.json` and checked.
+
+The text model's fields stand in a section `text_config`, or alone; they are those of Kimi Linear and some more. Whether
+a field of the delta attention stands in the section `linear_attn_config` or beside it is all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lowering.ops.mlp import Caps
+
+from .. import config as configs
+from .kimi_linear_config import KimiLinearConfig, read_fields
+
+DELTA_NORM_EPS = 1e-5
+"""What is added in the gated norm of the delta attention, whatever `rms_norm_eps` says."""
+
+
+@dataclass(frozen=True)
+class KimiK3Config(KimiLinearConfig):
+    """Fields of Kimi Linear, and those of what is new.
+
+    A snapshot of the sum of sublayers' outputs is taken every `attn_res_block_size` layers. Routed experts are as wide
+    as `routed_expert_hidden_size`. `activation_situ_linear_beta` 0 stands for null: nothing bounds the part without a
+    gate. `gate_lower_bound` is that of the log decay of a step.
+    """
+
+    num_experts: int = 896
+    num_shared_experts: int = 2
+    num_experts_per_token: int = 16
+    moe_intermediate_size: int = 3072
+    routed_scaling_factor: float = 1.0
+    attn_res_block_size: int = 12
+    routed_expert_hidden_size: int = 3584
+    activation_situ_beta: float = 1.0
+    activation_situ_linear_beta: float = 0.0
+    gate_lower_bound: float = -5.0
+
+    @property
+    def caps(self) -> Caps:
+        """Those of the activation, as `ops.swiglu` takes them."""
+        return float(self.activation_situ_beta), float(self.activation_situ_linear_beta) or None
+
+
+def read_config(given: Mapping[str, Any]) -> KimiK3Config:
+    """The config of a `config.json`, whole or the text model's section. Raises `ConfigError` that names the fields."""
+    return read_fields(KimiK3Config, configs.section(given, "text_config") or given, _NEEDED, _rules)
+
+
+def is_kimi_k3(given: Mapping[str, Any]) -> bool:
+    """Whether a config of `model_type` kimi_linear is the section of one of Kimi-K3, by itself."""
+    return bool(given.get("attn_res_block_size"))
+
+
+def _rules(config: KimiK3Config, given: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
+    for name in ("q_lora_rank", "attn_res_block_size", "routed_expert_hidden_size", "activation_situ_beta"):
+        yield getattr(config, name) > 0, f"{name} must be positive, found {getattr(config, name)}"
+    cap, bound = config.activation_situ_linear_beta, config.gate_lower_bound
+    yield cap >= 0, f"activation_situ_linear_beta must be positive or null, found {cap}"
+    yield bound < 0, f"gate_lower_bound must be negative, as log decays are; found {bound}"
+    act = given.get("hidden_act") or "situ"
+    yield act == "situ", f"hidden_act {act!r} is not supported; only situ is"
+    for name in ("use_full_rank_gate", "mla_use_output_gate", "latent_moe_use_norm"):
+        yield given.get(name) is not False, f"{name} False is not supported: every published Kimi-K3 has it"
+    yield not config.attention_bias, "attention_bias True is not supported: projections of Kimi-K3 have none"
+
+
+_NEEDED = ("q_lora_rank", "attn_res_block_size", "routed_expert_hidden_size", "gate_lower_bound")

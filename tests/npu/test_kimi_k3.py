@@ -1,0 +1,99 @@
+"""Kimi-K3 lowered for each Ascend target, in both layouts of pages.
+
+Held to the Torch forward in float32, as in `test_models`: the lowered forward may be `FURTHER` times as far from it as
+the Torch forward of its own dtype is.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import funcmodels as fm
+import lowering
+from lowering import npu_reference
+from lowering.target import ASCEND
+from tests.models.test_kimi_k3_config import TEXT
+
+from .lowered import Lowered, usual
+from .test_mla import ABSORBED, TWO
+from .test_models import FURTHER
+
+CONFIG: dict[str, Any] = {
+    "model_type": "kimi_k3", "vocab_size": 97, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 3,
+    "q_lora_rank": 80, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "intermediate_size": 160, "num_experts": 6, "num_experts_per_token": 6, "num_shared_experts": 1,
+    "moe_intermediate_size": 48, "routed_expert_hidden_size": 64, "attn_res_block_size": 2, "hidden_act": "situ",
+    "activation_situ_beta": 1.0, "activation_situ_linear_beta": 2.0, "max_position_embeddings": 1024,
+    "linear_attn_config": {
+        "num_heads": 2, "head_dim": 32, "short_conv_kernel_size": 4, "kda_layers": [1, 3], "full_attn_layers": [2],
+        "use_full_rank_gate": True, "gate_lower_bound": -5.0,
+    },
+}  # fmt: skip
+FUSED: dict[str, dict[str, str]] = {
+    "ascend910b": {
+        "rms_norm": "npu_rms_norm", "gated_rms_norm_fp32": "npu_rms_norm_gated_fp32", "l2_norm": "npu_rms_norm_l2",
+        "latent_norm_rope_write": "npu_rms_norm_rope_scatter", "route_sigmoid": "npu_moe_gating_top_k",
+        "experts": "npu_grouped_experts",
+    },
+    "ascend950": {
+        "rms_norm": "npu_rms_norm", "gated_rms_norm_fp32": "npu_rms_norm_gated_fp32", "l2_norm": "npu_rms_norm_l2",
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operators() -> None:
+    npu_reference.load()
+
+
+@functools.cache
+def made() -> Lowered:
+    """Every expert is chosen: a choice among near equals would turn on the last bit."""
+    return Lowered.of(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("target", "layout", "dtype"),
+    [
+        ("ascend910b", "nd", torch.bfloat16),
+        ("ascend910_93", "nz", torch.float16),
+        ("ascend950", "nd", torch.bfloat16),
+    ],
+)
+def test_a_lowered_forward_is_as_near_to_float32_as_torch_is(target: str, layout: str, dtype: torch.dtype) -> None:
+    """Three heads, which decoding fills up to four."""
+    with lowering.use(target=target), lowering.record() as report:
+        found = made().outcome(dtype, layout)
+    chosen = {row.op: row.kernel for row in report.rows}
+    expected = FUSED["ascend950" if target == "ascend950" else "ascend910b"]
+    assert {op: chosen[op] for op in expected} == expected
+    attention = {row.kernel for row in report.rows if row.op == "mla_prefix_attention"}
+    assert attention == {ABSORBED, TWO} or target == "ascend950"
+    for index, (x, z, y) in enumerate(zip(found, *usual(made(), dtype), strict=True)):
+        assert torch.isfinite(x).all(), f"output {index} is not finite"
+        error, most = ((value - z).norm() / z.norm().clamp(min=1e-9) for value in (x, y))
+        assert error <= FURTHER * most + 1e-6, f"output {index}: {error:.2e} from float32, Torch {most:.2e}"
+
+
+@pytest.mark.parametrize("target", ASCEND)
+def test_the_published_sizes_say_what_is_composed_and_why(target: str) -> None:
+    """Cut to five layers, none of whose tensors exists. Whatever is not fused has a sentence that says why."""
+    section = TEXT["linear_attn_config"] | {"kda_layers": [1, 2, 3, 5], "full_attn_layers": [4]}
+    model = fm.build(TEXT | {"num_hidden_layers": 5, "linear_attn_config": section})
+    spec = model.param_spec(torch.bfloat16)
+    for lists in ([[1], [2]], [[1] * 40, [2] * 3]):
+        state = model.init_state(2, 4096, torch.bfloat16, torch.bfloat16, "meta")
+        report = lowering.explain(model.forward, spec, state, fm.Batch.from_lists(lists), target=target)
+        rows = {row.op: row for row in report.rows}
+        fused = {op for op, row in rows.items() if row.kernel.startswith(("npu_", "two_fia"))}
+        expected = FUSED["ascend950"] if target == "ascend950" else {**FUSED["ascend910b"], "mla_prefix_attention": ""}
+        assert fused == set(expected)
+        assert all(row.refused for op, row in rows.items() if op not in fused)
+        assert rows["attention_residual"].refused["fused"].startswith("no fused operator weighs rows")
+    if target != "ascend950":
+        assert rows["swiglu"].refused["npu_swiglu"] == "has no caps; this call has (4.0, 25.0) (SiTU)"
+        assert "takes one decay a head" in rows["gated_delta_rule"].refused["npu_chunk_gated_delta_rule"]
