@@ -18,6 +18,7 @@ from lowering.layouts import LAYOUTS
 from params.errors import ConfigError
 from params.names import deepseek_v2 as deepseek_v2_names
 from params.names import gemma3 as gemma3_names
+from params.names import kimi_k3 as kimi_k3_names
 from params.names import kimi_linear as kimi_linear_names
 from params.names import qwen3_5 as names
 from params.names import qwen3_8_flash_next as flash_next_names
@@ -26,7 +27,16 @@ from params.sharding import Ranks
 from . import state as states
 from .batch import Batch
 from .host_sides import forward_on_host
-from .models import deepseek_v2, gemma3, kimi_linear, qwen3_5, qwen3_5_mtp, qwen3_8_flash_next, qwen3_8_flash_next_mtp
+from .models import (
+    deepseek_v2,
+    gemma3,
+    kimi_k3,
+    kimi_linear,
+    qwen3_5,
+    qwen3_5_mtp,
+    qwen3_8_flash_next,
+    qwen3_8_flash_next_mtp,
+)
 from .output import LogitsOf, Output
 from .pages import PagePool
 from .state import State
@@ -38,11 +48,14 @@ S = TypeVar("S", State, None)
 
 @dataclass(frozen=True)
 class MtpHead:
-    """What a model file provides for its multi-token prediction head. `logits` are those of the head's hidden."""
+    """What a model file provides for its multi-token prediction head.
+
+    `read` takes config, parameters and the head's hidden, and gives what the output projection reads, and its weight.
+    """
 
     init_entries: Callable[..., tuple[states.Entry, ...]]
     forward: Callable[..., tuple[Output, Any]]
-    logits: Callable[[Any, Any, Any], Any]
+    read: Callable[[Any, Any, Any], tuple[Tensor, Any]]
 
 
 @dataclass(frozen=True)
@@ -68,7 +81,7 @@ _DELTA_HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_he
 
 _QWEN3_5 = Family(
     qwen3_5.read_config, qwen3_5.param_spec, qwen3_5.init_entries, qwen3_5.forward, names.NAMES,
-    mtp=MtpHead(qwen3_5_mtp.mtp_entries, qwen3_5_mtp.mtp_forward, qwen3_5_mtp.mtp_logits), heads=_DELTA_HEADS,
+    mtp=MtpHead(qwen3_5_mtp.mtp_entries, qwen3_5_mtp.mtp_forward, qwen3_5_mtp.mtp_read), heads=_DELTA_HEADS,
 )  # fmt: skip
 
 _GEMMA3 = Family(gemma3.read_config, gemma3.param_spec, gemma3.init_entries, gemma3.forward, gemma3_names.NAMES)
@@ -83,11 +96,16 @@ _KIMI_LINEAR = Family(
     kimi_linear_names.NAMES, layouts=tuple(LAYOUTS), heads=("num_attention_heads", "linear_num_heads"),
 )  # fmt: skip
 
+_KIMI_K3 = Family(
+    kimi_k3.read_config, kimi_k3.param_spec, kimi_k3.init_entries, kimi_k3.forward, kimi_k3_names.NAMES,
+    layouts=tuple(LAYOUTS), heads=("num_attention_heads", "linear_num_heads"),
+)  # fmt: skip
+
 _FLASH_NEXT = Family(
     qwen3_8_flash_next.read_config, qwen3_8_flash_next.param_spec, qwen3_8_flash_next.init_entries,
     qwen3_8_flash_next.forward, flash_next_names.NAMES,
     mtp=MtpHead(
-        qwen3_8_flash_next_mtp.mtp_entries, qwen3_8_flash_next_mtp.mtp_forward, qwen3_8_flash_next_mtp.mtp_logits
+        qwen3_8_flash_next_mtp.mtp_entries, qwen3_8_flash_next_mtp.mtp_forward, qwen3_8_flash_next_mtp.mtp_read
     ),
     heads=_DELTA_HEADS,
 )  # fmt: skip
@@ -98,6 +116,7 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text", "qwen3_8_flash_next", "qwen3_8_flash_next_text"), _FLASH_NEXT),
     "deepseek_v2": _DEEPSEEK_V2,
     "kimi_linear": _KIMI_LINEAR,
+    "kimi_k3": _KIMI_K3,
 }
 """Family by `model_type` of the config."""
 
@@ -244,6 +263,8 @@ def build(config: Mapping[str, Any] | str | Path) -> Model:
         path = Path(config)
         config = checkpoints.read_config(path.parent if path.name == "config.json" else path)
     kind = config.get("model_type")
+    if kind == "kimi_linear" and kimi_k3.is_kimi_k3(config):
+        kind = "kimi_k3"
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"model_type {kind!r} is not a known architecture; known: {', '.join(FAMILIES)}")
     family = FAMILIES[kind]

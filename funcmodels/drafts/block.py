@@ -36,7 +36,7 @@ from ..speculative import Carry, DraftedParams, Proposal, kept_tokens
 from ..state import State, check_usable, commit, like, rewound
 from ..step import Step, begin, finish, text_positions, writable
 from .block_config import BlockConfig
-from .checks import check_carry, check_empty, check_noise, check_output
+from .checks import check_carry, check_embedded, check_empty, check_noise, check_output
 from .markov import Markov, markov_spec
 
 Angles = tuple[Tensor, Tensor]
@@ -212,6 +212,16 @@ class BlockDraft(abc.ABC):
     ) -> tuple[Float[Tensor, "rows vocab"], Any]:  # fmt: skip
         """Logits of one place of a block, given those of its row and the token before it; and what is remembered."""
 
+    def likeliest(
+        self, own: BlockParams, read: Float[Tensor, "rows drafts inputs"], hidden: Float[Tensor, "rows drafts hidden"],
+        root: Int[Tensor, " rows"], head: Any, ids: Int[Tensor, " draft_vocab"] | None,
+    ) -> Int[Tensor, "rows drafts"]:  # fmt: skip
+        """The greedy tokens of a block whose places are independent of each other: all at once.
+
+        `read` is `hidden` in the dtype of `head`, `ids` are the tokens to choose among, None for all.
+        """
+        return self.model.agreed(ops.greedy_token(read, head, ids))
+
     def init_state(self, state: State) -> State:
         """An empty state of the draft for the rows of `state`, which must be empty too, with room for a block more."""
         check_empty(state)
@@ -269,14 +279,25 @@ class BlockDraft(abc.ABC):
             )
         return found.to(own.hidden_norm.weight.dtype)
 
+    def embed(self, params: Any, root: Int[Tensor, " rows"]) -> Float[Tensor, "rows block hidden"]:
+        """What `propose` starts from: the newest token of each row and masks behind it, from the model's table."""
+        both = self.joined(params)
+        return ops.embedding(self._tokens(root), both.model.embed.weight).to(both.draft.norm.weight.dtype)
+
+    def _tokens(self, root: Int[Tensor, " rows"]) -> Int[Tensor, "rows block"]:
+        masks = root.new_full((root.shape[0], self.config.block - 1), self.config.mask_token_id)
+        return torch.cat((root[:, None], masks), 1)
+
     @host_side(propose_on_host)
     @torch.no_grad()
     def propose(
-        self, params: Any, state: State, carry: Carry, steps: int = 3, noise: DraftNoise | None = None
-    ) -> tuple[Proposal, State]:
+        self, params: Any, state: State, carry: Carry, steps: int = 3, noise: DraftNoise | None = None,
+        embedded: Float[Tensor, "rows block hidden"] | None = None,
+    ) -> tuple[Proposal, State]:  # fmt: skip
         """The first `steps` tokens of a block after each row's newest; as `MtpDraft.propose`, in one pass.
 
-        Raises `ValueError` for more than a block has too.
+        `embedded` is what `embed` gives, or stands in for it; without it the lookup is part of this. Captured, the two
+        are programs of their own. Raises `ValueError` for more steps than a block has and another shape of `embedded`.
         """
         at_least_one("propose: steps", steps)
         if steps > self.most_steps:
@@ -285,20 +306,20 @@ class BlockDraft(abc.ABC):
         check_carry(state, carry)
         check_noise(state, noise)
         both = self.joined(params)
-        hidden, after = self._block(both, state, carry.token)
+        x = self.embed(both, carry.token) if embedded is None else embedded
+        check_embedded(x, (state.rows, self.config.block, self.config.hidden_size), both.draft.norm.weight.dtype)
+        hidden, after = self._block(both, state, carry.token, x)
         first = 0 if self.config.from_anchor else 1
         hidden = hidden.unflatten(0, (state.rows, -1))[:, first : first + steps]
         tokens, laws = self._chosen(both, hidden, carry.token, state.lengths, noise)
         return Proposal(carry.token, tokens, state.lengths, laws), rewound(after, state)
 
     def _block(
-        self, both: DraftedParams, state: State, root: Int[Tensor, " rows"]
+        self, both: DraftedParams, state: State, root: Int[Tensor, " rows"], x: Float[Tensor, "rows block hidden"]
     ) -> tuple[Float[Tensor, "tokens hidden"], State]:
-        """The draft's hidden states of a block a row, and the state with the block in it."""
-        block, own = self.config.block, both.draft
-        masks = root.new_full((state.rows, block - 1), self.config.mask_token_id)
-        tokens = torch.cat((root[:, None], masks), 1).flatten()
-        batch = Batch.from_tokens(tokens, [block] * state.rows, state)
+        """The draft's hidden states of a block a row, embedded as `x`, and the state with the block in it."""
+        own = both.draft
+        batch = Batch.from_tokens(self._tokens(root).flatten(), [self.config.block] * state.rows, state)
         step = begin(state, batch)
         entries: list[KeyValuePages | None] = []
 
@@ -307,8 +328,7 @@ class BlockDraft(abc.ABC):
             entries.append(pages)
             return self._attend(layer, q, pages, step)
 
-        x = ops.embedding(batch.tokens, both.model.embed.weight).to(own.norm.weight.dtype)
-        hidden = block_hidden(self.config, own, x, angles_at(self.config, step.positions), attend)
+        hidden = block_hidden(self.config, own, x.flatten(0, 1), angles_at(self.config, step.positions), attend)
         after = finish(step, entries)
         assert after is not None
         return hidden, after
@@ -325,23 +345,21 @@ class BlockDraft(abc.ABC):
         self, both: DraftedParams, hidden: Float[Tensor, "rows drafts hidden"], root: Int[Tensor, " rows"],
         lengths: Int[Tensor, " rows"], noise: DraftNoise | None,
     ) -> tuple[Int[Tensor, "rows drafts"], Float[Tensor, "rows drafts vocab"] | None]:  # fmt: skip
-        """The tokens of a block, one after the other, and the laws that drawn ones came from."""
+        """The tokens of a block, and the laws that drawn ones came from, one after the other."""
         target, own = both.model, both.draft
-        read = hidden.to(target.embed.weight.dtype)
-        base = ops.linear(read.flatten(0, 1), head_weight(target.embed, target.head)).unflatten(0, hidden.shape[:2])
-        vocab = base.shape[2]
+        read, head = hidden.to(target.embed.weight.dtype), head_weight(target.embed, target.head)
         ids = None if own.ids is None else own.ids + torch.arange(own.ids.shape[0], device=own.ids.device)
+        if noise is None:
+            return self.likeliest(own, read, hidden, root, head, ids), None
+        base = ops.linear(read.flatten(0, 1), head).unflatten(0, hidden.shape[:2])
+        vocab = base.shape[2]
         base = base if ids is None else base[..., ids]
         tokens, laws, memory = [root], [], None
         for step in range(hidden.shape[1]):
             logits, memory = self.step_logits(own, base[:, step], hidden[:, step], tokens[-1], memory)
-            if noise is None:
-                best = logits.argmax(-1)
-                tokens.append(best if ids is None else ids[best])
-                continue
             token, law = noise.draw(_spread(logits, ids, vocab), lengths + 1 + step)
-            tokens.append(token)
-            laws.append(law)
+            tokens.append(self.model.agreed(token))
+            laws += [] if law is None else [law]
         return torch.stack(tokens[1:], 1), torch.stack(laws, 1) if laws else None
 
 

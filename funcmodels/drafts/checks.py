@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from ..batch import Batch
 from ..errors import StateError
 from ..output import Output
@@ -44,4 +47,13 @@ def check_noise(state: State, noise: DraftNoise | None) -> None:
         raise ValueError(
             f"propose: noise of {settings} settings and {requests} requests, the state has {state.rows} rows; give one "
             "of each a row"
+        )
+
+
+def check_embedded(embedded: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """`ValueError` for blocks embedded otherwise than the draft's are."""
+    if embedded.shape != shape or embedded.dtype != dtype:
+        raise ValueError(
+            f"propose: embedded is {list(embedded.shape)} of {embedded.dtype}, this draft's blocks are {list(shape)} "
+            f"(rows, block, hidden) of {dtype}; give what draft.embed(params, carry.token) gives"
         )

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lowering import ops
+from lowering.ops.greedy import own_logits
+
 from .block import BlockDraft, BlockParams
-from .markov import corrected
+from .markov import corrected, looked_up
 
 
 class DSparkDraft(BlockDraft):
@@ -26,3 +30,18 @@ class DSparkDraft(BlockDraft):
     ) -> tuple[Float[Tensor, "rows vocab"], Any]:  # fmt: skip
         """Those of the row, corrected by the token before; those of the row itself where there is no Markov head."""
         return (base, memory) if own.markov is None else corrected(own.markov, base, hidden, before, memory)
+
+    def likeliest(
+        self, own: BlockParams, read: Float[Tensor, "rows drafts inputs"], hidden: Float[Tensor, "rows drafts hidden"],
+        root: Int[Tensor, " rows"], head: Any, ids: Int[Tensor, " draft_vocab"] | None,
+    ) -> Int[Tensor, "rows drafts"]:  # fmt: skip
+        """Place after place, each by the token before it; where there is no Markov head, all at once."""
+        if own.markov is None:
+            return super().likeliest(own, read, hidden, root, head, ids)
+        base = own_logits(read.flatten(0, 1), head).unflatten(0, read.shape[:2])
+        tokens, memory = [root], None
+        for place in range(read.shape[1]):
+            passed, memory = looked_up(own.markov, hidden[:, place], tokens[-1], memory)
+            token = ops.greedy_markov_token(base[:, place], passed, own.markov.w2.weight, head, ids)
+            tokens.append(self.model.agreed(token))
+        return torch.stack(tokens[1:], 1)

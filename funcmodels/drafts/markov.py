@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowering import ops
-from lowering.ops.widen import wide
+from lowering.ops.greedy import rounded_sum
 from params.spec import TensorSpec
 from params.tree import tree, unchecked
 
@@ -61,15 +61,21 @@ def corrected(
     params: Markov, base: Float[Tensor, "rows vocab"], hidden: Float[Tensor, "rows hidden"],
     before: Int[Tensor, " rows"], memory: Float[Tensor, "rows rank"] | None,
 ) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "rows rank"] | None]:  # fmt: skip
-    """Base logits and the head's, summed in float32 and rounded once; and the memory after this place.
+    """Base logits and the head's, as `rounded_sum` adds them; and the memory after this place.
 
-    The rounded sum is what tokens are chosen from, greedy or drawn: among equal ones the lowest id wins, and a NaN wins
-    over all, as `argmax` has it. `base` may have fewer tokens than the head, whose last ones are then padding.
+    `base` may have fewer tokens than the head, whose last ones are then padding.
     """
-    looked_up = ops.embedding(before, params.w1)
-    looked_up, memory = _passed(params, looked_up, hidden.to(looked_up.dtype), memory)
-    bias = ops.linear(looked_up, params.w2.weight)[..., : base.shape[-1]]
-    return (wide(base) + wide(bias)).to(torch.promote_types(base.dtype, params.w1.dtype)), memory
+    passed, memory = looked_up(params, hidden, before, memory)
+    return rounded_sum(base, ops.linear(passed, params.w2.weight)), memory
+
+
+def looked_up(
+    params: Markov, hidden: Float[Tensor, "rows hidden"], before: Int[Tensor, " rows"],
+    memory: Float[Tensor, "rows rank"] | None,
+) -> tuple[Float[Tensor, "rows rank"], Float[Tensor, "rows rank"] | None]:  # fmt: skip
+    """What goes on to `w2` of the token before a place; and the memory after this place."""
+    found = ops.embedding(before, params.w1)
+    return _passed(params, found, hidden.to(found.dtype), memory)
 
 
 def _passed(

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lowering import host_side
+from lowering import host_side, ops
 
 from ..batch import Batch, check_room
 from ..host_sides import extend_on_host, propose_on_host
@@ -96,10 +96,10 @@ class MtpDraft:
     ) -> tuple[Proposal, State]:
         """The `steps` likeliest tokens after each row's newest, one after the other; drawn ones with `noise`.
 
-        Drawn drafts leave in `proposal.logits` the law that each came from. What the head writes on the way lies past
-        the lengths of `state`; the state returned has the same value, and the pages taken for it. Raises `ValueError`
-        for less than one step, a row without room for them or noise of other rows, `StateError` for a carry of other
-        rows.
+        Drafts drawn with `DraftNoise` leave in `proposal.logits` the law that each came from. What the head writes on
+        the way lies past the lengths of `state`; the state returned has the same value, and the pages taken for it.
+        Raises `ValueError` for less than one step, a row without room for them or noise of other rows, `StateError` for
+        a carry of other rows.
         """
         at_least_one("propose: steps", steps)
         check_usable(state)
@@ -112,12 +112,12 @@ class MtpDraft:
                 batch = Batch.from_tokens(drafts[-1], [1] * state.rows, after)
                 out, after = self.forward(params, after, batch, hidden, logits=None)
                 hidden = out.hidden
-            logits = self.head.logits(self.model.local, params, hidden)
+            read, weight = self.head.read(self.model.local, params, hidden)
             if noise is None:
-                drafts.append(logits.argmax(-1))
-                continue
-            token, law = noise.draw(logits, state.lengths + 1 + step)
-            drafts.append(token)
-            laws.append(law)
+                token = ops.greedy_token(read, weight)
+            else:
+                token, law = noise.draw(ops.linear(read, weight), state.lengths + 1 + step)
+                laws += [] if law is None else [law]
+            drafts.append(self.model.agreed(token))
         kept = torch.stack(laws, 1) if laws else None
         return Proposal(carry.token, torch.stack(drafts, 1), state.lengths, kept), rewound(after, state)

@@ -117,7 +117,8 @@ def in_chunks(
     outputs, made = [], None
     for pieces in zip(*(x.split(CHUNK, 1) for x in rectangles), strict=True):
         qs, ks = (_heads_first(x, dtype, shared) for x in pieces[:2])
-        made = chunk(qs, ks, *(_heads_first(x, dtype) for x in pieces[2:]), now)
+        vs, gs, bs = (_heads_first(x, dtype) for x in pieces[2:])
+        made = chunk(qs, ks, vs, gs, bs, now)
         outputs.append(_tokens_first(made.out, rows).to(v.dtype))
         if not keep_steps:
             now = made.after()

@@ -22,10 +22,11 @@ from lowering.cases import Draw
 from lowering.ops.quant import integer_product
 from lowering.torch.quant import MXMatrix, PackedInt8
 from params import tree
-from params.quant.rounding import int4_correction, int4_weight, int8_weight, mxfp8, pack_int4
+from params.quant.rounding import int4_correction, int4_weight, int8_weight, mxfp4, mxfp8, pack_int4
 from params.quant.values import (
     Int4Weight,
     Int8Weight,
+    MXFP4Weight,
     MXFP8Weight,
     SplitWeight,
     StaticInt8Weight,
@@ -181,6 +182,14 @@ def mx(x: Tensor) -> Tensor:
     return torch.tensor([mx_row(row) for row in x.double().reshape(-1, x.shape[-1]).tolist()]).double().view(x.shape)
 
 
+def float4(weight: MXFP4Weight) -> Tensor:
+    """The numbers of packed codes, one by one."""
+    numbers = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
+    rows = [[numbers[code] for byte in row for code in (byte & 15, byte >> 4)] for row in weight.packed.tolist()]
+    powers = torch.exp2(weight.scale.double() - 127).repeat_interleave(32, -1)
+    return torch.tensor(rows).double() * powers[:, : 2 * weight.packed.shape[1]]
+
+
 def formula(x: Tensor, weight: Any) -> Tensor:
     """x times the weight in float64."""
     if isinstance(weight, Tensor):
@@ -192,6 +201,9 @@ def formula(x: Tensor, weight: Any) -> Tensor:
         padded = torch.cat((x.new_zeros(*x.shape[:-1], left), x, x.new_zeros(*x.shape[:-1], right)), -1)
         powers = torch.exp2(weight.scale.double() - 127).repeat_interleave(32, -1)[:, : padded.shape[-1]]
         return mx(padded) @ (weight.values.double() * powers).T
+    if isinstance(weight, MXFP4Weight):
+        left = weight.padding[0]
+        return x.double() @ float4(weight)[:, left : left + x.shape[-1]].T
     if isinstance(weight, StaticInt8Weight):
         rows = (x.float() / weight.input_scale + weight.input_offset).round().clamp(-128, 127).long()
         return (rows @ weight.values.long().T + weight.correction) * weight.product_scale().double()
@@ -233,15 +245,19 @@ def mx_weight(w: Tensor) -> MXFP8Weight:
     return MXFP8Weight(*mxfp8(w, "half_away"))
 
 
+def mx4_weight(w: Tensor) -> MXFP4Weight:
+    return MXFP4Weight(*mxfp4(w))
+
+
 def split(w: Tensor) -> SplitWeight:
     return SplitWeight((int8(w[:2]), static(w[2:4]), w[4:5], mx_weight(w[5:])))
 
 
 KINDS: dict[str, Callable[[Tensor], Any]] = {
     "int8": int8, "static": static, "int4": int4, "mx": mx_weight, "int8_groups": int8_groups,
-    "int4_groups": int4_groups, "split": split,
+    "int4_groups": int4_groups, "mx4": mx4_weight, "split": split,
 }  # fmt: skip
-BY_EXPERT = ("int8", "int4", "mx")
+BY_EXPERT = ("int8", "int4", "mx", "mx4")
 
 
 def kernels_of(weight: Any) -> list[str]:
@@ -260,7 +276,7 @@ def test_a_product_is_that_of_the_formula(kind: str, inputs: int) -> None:
     x[0, 1] = 0
     x[1, 2, :32] = 0
     x[1, 0] *= 1e-3
-    assert len(kernels_of(weight)) > ("groups" not in kind and (VNNI or kind in ("mx", "split")))
+    assert len(kernels_of(weight)) > ("groups" not in kind and (VNNI or kind in ("mx", "mx4", "split")))
     for dtype in (torch.float32, torch.bfloat16):
         given = x.to(dtype)
         own = (
@@ -299,11 +315,16 @@ def test_a_slice_of_a_longer_row_keeps_its_blocks(padding: tuple[int, int]) -> N
     """x has none of the zeros at its ends, which make the first block begin before it."""
     draw, inputs = Draw(torch.float32), 100
     w, x = draw.normal(6, inputs), draw.normal(3, inputs)
-    weight = MXFP8Weight(*mxfp8(torch.nn.functional.pad(w, padding), "half_away"), padding=padding)
-    assert weight.shape == (6, inputs)
-    for kernel in kernels_of(weight):
-        with lowering.use(linear=kernel):
-            assert_close(ops.linear(x, weight), formula(x, weight))
+    padded = torch.nn.functional.pad(w, padding)
+    even = torch.nn.functional.pad(padded, (0, padded.shape[1] % 2))
+    for weight in (
+        MXFP8Weight(*mxfp8(padded, "half_away"), padding=padding),
+        MXFP4Weight(*mxfp4(even), padding=(padding[0], padding[1] + padded.shape[1] % 2)),
+    ):
+        assert weight.shape == (6, inputs)
+        for kernel in kernels_of(weight):
+            with lowering.use(linear=kernel):
+                assert_close(ops.linear(x, weight), formula(x, weight))
 
 
 def test_the_ends_of_the_powers_of_two() -> None:
@@ -335,13 +356,13 @@ def test_kernels_for_integers_equal_the_reference_bit_for_bit(kind: str) -> None
     for seed, (rows, inputs, outputs) in enumerate(((1, 2, 2), (3, 34, 6), (17, 998, 22), (40, 1030, 2))):
         draw = Draw(torch.bfloat16, seed)
         weight, x = KINDS[kind](draw.normal(outputs, inputs).float()), draw.normal(rows, 2 * inputs)[:, ::2]
-        for kernel in kernels_of(weight) if kind != "mx" else ():
+        for kernel in kernels_of(weight) if "mx" not in kind else ():
             for given in (x, x.float()):
                 with lowering.use(linear=kernel):
                     assert torch.equal(ops.linear(given, weight), ops.linear.body(given, weight))
 
 
-@pytest.mark.parametrize(("kind", "most"), [("int8", 0.0137), ("mx", 0.054), ("int4", 0.176)])
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.0137), ("mx", 0.054), ("int4", 0.176), ("mx4", 0.153)])
 def test_errors_are_those_of_the_scheme(kind: str, most: float) -> None:
     """Against the float product of Gaussian numbers; a wrong rounding is worse by far, none at all is better."""
     draw = Draw(torch.float32)
@@ -362,7 +383,9 @@ def test_what_is_not_finite_stays_in_its_token(kind: str) -> None:
             with lowering.use(linear=kernel):
                 found, expected = ops.linear(bad, weight), ops.linear(x, weight)
             assert torch.equal(found[::2], expected[::2])
-            if kind not in ("static", "split"):
+            if kind == "mx4":
+                assert not found[1::2].isfinite().any()
+            elif kind not in ("static", "split"):
                 assert found[1::2].isnan().all()
 
 
@@ -402,9 +425,8 @@ def test_experts_are_those_of_the_formula(kind: str, tokens: int, dtype: torch.d
     """Ragged and empty experts, through each kernel; experts that nobody chose may hold scales that are not numbers."""
     args = draw_experts(kind, dtype, tokens=tokens)
     expected = mixed(*args)
-    if kind != "mx":
-        for weight in args[3:]:
-            weight.scale[5:] = torch.nan
+    for weight in args[3:]:
+        weight.scale[5:] = 255 if "mx" in kind else torch.nan
     reason = "what lies between the products is rounded to few bits, so a last bit before it may come to one of those"
     for kernel in kernels_of_experts(args):
         with lowering.use(experts=kernel):
@@ -464,19 +486,27 @@ def test_prepared_weights() -> None:
         by_bits.values, by_bits.deq_scale.view(torch.int32).long(), by_bits.correction, by_bits.input_scale,
         by_bits.input_offset,
     )  # fmt: skip
-    given = (int8(w), by_bits, int4(w), int4_groups(w), mx_weight(w), SplitWeight((int4(w), mx_weight(w[1:]), w[2:])))
+    given = (
+        int8(w),
+        by_bits,
+        int4(w),
+        int4_groups(w),
+        mx_weight(w),
+        mx4_weight(w),
+        SplitWeight((int4(w), mx_weight(w[1:]), w[2:])),
+    )
     before = tree.map(torch.clone, given)
     ready: list[Any] = [lowering.prepare(Linear(weight), target="cpu").weight for weight in given]
     assert given == before
     if VNNI:
         assert isinstance(ready[2], Int8Weight) and ready[1].deq_scale.dtype == torch.float32
-        assert isinstance(ready[5].parts[0], Int8Weight)
-    assert ready[0] is given[0] and isinstance(ready[4], MXMatrix) and isinstance(ready[5].parts[1], MXMatrix)
+        assert isinstance(ready[6].parts[0], Int8Weight)
+    assert ready[0] is given[0] and all(isinstance(x, MXMatrix) for x in (*ready[4:6], ready[6].parts[1]))
     assert [weight.shape for weight in ready] == [weight.shape for weight in given]
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for one, two in zip(ready[:5], given[:5], strict=True):
+        for one, two in zip(ready[:6], given[:6], strict=True):
             assert torch.equal(ops.linear(x.to(dtype), one), ops.linear(x.to(dtype), two))
-    assert torch.equal(ops.linear(x, ready[5]), ops.linear(x, given[5]))
+    assert torch.equal(ops.linear(x, ready[6]), ops.linear(x, given[6]))
 
 
 @pytest.mark.skipif(not VNNI, reason="needs AVX512-VNNI")
@@ -573,6 +603,15 @@ def test_without_vnni_integers_go_to_the_reference(monkeypatch: pytest.MonkeyPat
 
 
 # Capture and reports
+
+
+@pytest.mark.parametrize("inputs", [64, 100])
+@pytest.mark.parametrize("kind", ["mx", "mx4"])
+def test_what_a_compiler_is_told_of_decoded_weights(kind: str, inputs: int) -> None:
+    """Shape, dtype and strides, for blocks of fewer than 32 too."""
+    weight = KINDS[kind](Draw(torch.float32).normal(6, inputs))
+    stored = weight.packed if kind == "mx4" else weight.values
+    torch.library.opcheck(torch.ops.funcmodels.mx_matrix.default, (stored, weight.scale), test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize("backend", ["fx", pytest.param("inductor", marks=pytest.mark.compile)])

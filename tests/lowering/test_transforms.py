@@ -75,6 +75,8 @@ DIFFERENTIABLE = [
     not in (
         "draw",
         "expand_blocks",
+        "greedy_markov_token",
+        "greedy_token",
         "index_scores_topk",
         "keep_top",
         "ngram_rows",

@@ -44,6 +44,19 @@ KINDS: dict[str, dict[str, Any]] = {
             "kda_layers": [1, 3], "full_attn_layers": [2], "num_heads": 4, "head_dim": 6, "short_conv_kernel_size": 3,
         },
     },
+    "kimi_k3": {
+        "model_type": "kimi_k3", "text_config": {
+            "model_type": "kimi_linear", "vocab_size": 77, "hidden_size": 24, "intermediate_size": 28,
+            "num_hidden_layers": 4, "num_attention_heads": 4, "q_lora_rank": 10, "kv_lora_rank": 14,
+            "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "num_experts": 8, "num_experts_per_token": 3,
+            "num_shared_experts": 2, "moe_intermediate_size": 12, "routed_expert_hidden_size": 18,
+            "attn_res_block_size": 2, "hidden_act": "situ", "activation_situ_beta": 1.5,
+            "activation_situ_linear_beta": 2.0, "linear_attn_config": {
+                "kda_layers": [1, 3, 4], "full_attn_layers": [2], "num_heads": 4, "head_dim": 6,
+                "short_conv_kernel_size": 4, "use_full_rank_gate": True, "gate_lower_bound": -5.0,
+            },
+        },
+    },
     "flash_next": _QWEN | _MOE | {
         "model_type": "qwen4_exp_text", "hc_count": 4, "hc_lowrank": 8, "ple_layer_ids": [1], "ple_embed_dim": 16,
         "ngram_vocab_size_base": 100, "heads_per_ngram": 2, "ngram_size": 3, "split_ngram_parts": 3, "eos_token_id": 5,
@@ -53,7 +66,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 HEADS = {"qwen_dense", "qwen_moe", "flash_next"}
 """Those with a draft head."""
-EXPERTS = {"qwen_moe", "deepseek_v2", "kimi_linear", "flash_next"}
+EXPERTS = {"qwen_moe", "deepseek_v2", "kimi_linear", "kimi_k3", "flash_next"}
 """Those with routed experts."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,22 @@ def test_ranks_together_are_the_whole_model(size: int, tmp_path: Path) -> None:
         for name in ("tokens", "block tokens"):
             ranks, alone = measured[name]
             assert ranks == alone, f"{kind}: {name}"
+        for draft, proposal in measured["drafts"].items():
+            check_drafts(f"{kind}: {draft}", proposal, at_once=draft in ("dflash", "plain"), plain=draft == "narrow")
+
+
+def check_drafts(name: str, proposal: dict[str, Any], at_once: bool, plain: bool) -> None:
+    """Greedy drafts are the whole model's, and no rank hears more of another than a value and an id for each.
+
+    Every choice is the first rank's: one for a block whose places are independent, else one for each place. A draft
+    with a vocabulary of its own, and drawn ones, read the logits of all.
+    """
+    whole, *found = proposal["tokens"]
+    assert all(tokens == whole for tokens in found), name
+    assert proposal["greedy"]["agreed"] == (1 if at_once else 2), name
+    assert proposal["sampled"]["agreed"] == 2, name
+    assert (proposal["greedy"]["widest"] == 1) == (not plain), name
+    assert proposal["sampled"]["widest"] > 1, name
 
 
 def test_a_rank_that_dies_is_reported(tmp_path: Path) -> None:

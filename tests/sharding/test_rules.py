@@ -153,6 +153,7 @@ def test_a_rank_costs_its_share() -> None:
 SCHEMES: dict[str, Any] = {
     "W8A8_DYNAMIC": "W8A8_DYNAMIC",
     "W8A8_MXFP8": "W8A8_MXFP8",
+    "W4A16_MXFP4": "W4A16_MXFP4",
     "W4A8_DYNAMIC": {"**.experts.*": "W4A8_DYNAMIC", "**": "W8A8_DYNAMIC"},
 }
 

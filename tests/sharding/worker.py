@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,16 @@ import funcmodels as fm
 import lowering
 import params as trees
 from funcmodels.drafts import NAMES, block_spec
+from funcmodels.speculative import outputs_for
 from lowering import ops
+from lowering.report import watch
 from tests.oracle import block_drafts
 from tests.oracle.qwen3_5 import Pair
 from tests.sharding.kinds import EXPERTS, HEADS, whole
 
 BLOCK_DRAFTED = "qwen_moe"
+VARIANTS = ("dflash", "plain", "vanilla", "gated", "rnn", "narrow")
+"""Block drafts whose greedy tokens are compared."""
 CAPTURED = ("qwen_moe", "deepseek_v2")
 LISTS = [[[3, 5, 7, 9, 11, 2, 6], [4, 8], []], [[1], [], [2, 3, 4]], [[5], [6], [7]]]
 """New tokens of three rows in three forwards: ragged, with idle rows, then one each."""
@@ -63,6 +67,7 @@ def compared(kind: str, model: fm.Model, params: Any, ranks: trees.Ranks) -> dic
         "states": states(mine[-1][2], theirs[-1][2], own, ranks),
         "tokens": [generated(kind, own, held), generated(kind, model, params)],
         "block tokens": block_drafted(model, params, own, held) if kind == BLOCK_DRAFTED else [[], []],
+        "drafts": {} if ranks.whole_experts else dict(drafted(kind, model, params, own, held)),
         "captured": captured(own, held) if kind in CAPTURED else 0.0,
         "ops": sorted({row.op for row in report.rows} & {"all_reduce", "all_gather"}),
         "agreed": agreed(kind, own, held, ranks),
@@ -148,6 +153,53 @@ def block_drafted(model: fm.Model, params: Any, own: fm.Model, held: Any) -> lis
         trees.save(plain, directory, block_spec(one.draft.config), NAMES, one.fields)
         ranks = fm.generate(own, held, [[3, 4, 5]], 8, draft=directory)
     return [ranks[0].tokens, fm.generate(model, params, [[3, 4, 5]], 8)[0].tokens]
+
+
+def drafted(kind: str, model: fm.Model, params: Any, own: fm.Model, held: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of each draft that a kind has: what ranks and the whole model propose, and what ranks exchange to choose it."""
+    if kind in HEADS:
+        yield "mtp", proposals(fm.draft(model, "mtp"), params, fm.draft(own, "mtp"), held)
+    for variant in VARIANTS if kind == BLOCK_DRAFTED else ():
+        one = block_drafts.build(Pair(None, model, params), variant, 1).draft
+        mine = type(one)(own, one.config, one.params)
+        yield variant, proposals(one, params, mine, held, captured=variant == "vanilla")
+
+
+def proposals(one: Any, params: Any, mine: Any, held: Any, captured: bool = False) -> dict[str, Any]:
+    """Greedy tokens, captured too where asked for; drawn ones, by a seed of the rank's own, and their last law."""
+    assert mine.model.ranks is not None
+    (state, carry), noise = begun(mine, held), own_noise(mine.model.ranks.rank)
+    greedy, counts = exchanged(lambda: mine.propose(held, state, carry, 2)[0])
+    drawn, sampled = exchanged(lambda: mine.propose(held, state, carry, 2, noise)[0])
+    tokens = [one.propose(params, *begun(one, params), 2)[0].tokens, greedy.tokens]
+    if captured:
+        tokens.append(lowering.jit(mine.propose, backend="fx")(mine.joined(held), state, carry, 2)[0].tokens)
+    return {
+        "tokens": [found.tolist() for found in tokens], "greedy": counts, "sampled": sampled,
+        "drawn": [drawn.tokens.tolist(), drawn.logits[:, -1].softmax(-1).tolist()],
+    }  # fmt: skip
+
+
+def begun(draft: Any, params: Any) -> tuple[fm.State, fm.Carry]:
+    """A draft's state and carry after two prompts."""
+    model = draft.model
+    state = model.init_state(2, 32, page_size=4)
+    batch, drafted = fm.Batch.from_lists([[3, 5, 7, 9, 11], [4, 8]], state), draft.init_state(state)
+    out, _ = model.forward(params, state, batch, outputs=outputs_for(draft))
+    return draft.extend(params, drafted, out, batch, fm.next_tokens(batch, torch.tensor([6, 2])))
+
+
+def own_noise(seed: int) -> fm.DraftNoise:
+    return fm.DraftNoise(fm.RowSampling.of([fm.Sampling(1.0, seed=seed)] * 2), torch.arange(2))
+
+
+def exchanged(run: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+    """What a call gives, how often it hears the first rank's tokens, and the widest value that it gathers from each."""
+    seen: list[tuple[str, int]] = []
+    with watch(lambda op, args: seen.append((op, args[0].shape[-1])) if op in ("all_gather", "from_first") else None):
+        found = run()
+    widths = [width for op, width in seen if op == "all_gather"]
+    return found, {"agreed": sum(op == "from_first" for op, _ in seen), "widest": max(widths, default=0)}
 
 
 def agreed(kind: str, model: fm.Model, params: Any, ranks: trees.Ranks) -> list[int]:
