@@ -15,16 +15,16 @@ from .penalties import TokenCounts
 from .requests import Event, Request, Result
 from .round import Round
 from .rows import fork, fork_into, release, select
-from .sampling import DraftNoise, RowSampling, Sampling, sample
+from .sampling import CoupledNoise, DraftNoise, RowSampling, Sampling, sample
 from .saving import save
 from .shape_checks import disable_shape_checks, enable_shape_checks, shape_checked, wanted
 from .speculative import Carry, Draft, Proposal, Verdict, next_tokens, verify
 from .state import State, commit, logical, read_lengths
 
 __all__ = [
-    "Batch", "Carry", "CheckpointError", "ConfigError", "Draft", "DraftNoise", "Event", "Model", "OutOfPages",
-    "Output", "Proposal", "Request", "Result", "Round", "RowSampling", "Sampling", "StaleStateError", "State",
-    "StateError", "TokenCounts", "Verdict", "build", "commit", "disable_shape_checks", "draft",
+    "Batch", "Carry", "CheckpointError", "ConfigError", "CoupledNoise", "Draft", "DraftNoise", "Event", "Model",
+    "OutOfPages", "Output", "Proposal", "Request", "Result", "Round", "RowSampling", "Sampling", "StaleStateError",
+    "State", "StateError", "TokenCounts", "Verdict", "build", "commit", "disable_shape_checks", "draft",
     "enable_shape_checks", "fork", "fork_into", "generate", "input_ranges", "load", "logical", "next_tokens",
     "ranks_of", "read_lengths", "release", "requests_of", "sample", "save", "select", "serve", "shape_checked",
     "verify",

@@ -67,8 +67,9 @@ def extend_on_host(
 
 
 def propose_on_host(
-    fit: Fit, draft: Any, params: Any, state: State, carry: Carry, steps: int = 3, noise: DraftNoise | None = None
-) -> HostSide:
+    fit: Fit, draft: Any, params: Any, state: State, carry: Carry, steps: int = 3, noise: DraftNoise | None = None,
+    **rest: Any,
+) -> HostSide:  # fmt: skip
     """That of a draft's `propose`."""
     check_usable(state)
     ahead = [places_ahead(draft, steps)] * state.rows

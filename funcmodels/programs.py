@@ -61,8 +61,9 @@ class Keys:
         like = [one for one in every if all(kind or not has for kind, has in zip(kinds, _kinds(one), strict=True))]
         each = [row.request.sampling if row.live else asked[0] for row in rows]
         sampling = map(lambda x: x[: len(rows)], RowSampling.of([*each, *like], device))
-        # A bound of k in use, rounded: few of them make few programs.
-        sampling = replace(sampling, largest_k=power_of_two(sampling.largest_k) if sampling.largest_k else 0)
+        # Rows that all draw and rows of both kinds run one program. So do most bounds of k, rounded.
+        largest_k = power_of_two(sampling.largest_k) if sampling.largest_k else 0
+        sampling = replace(sampling, mixed=not sampling.greedy, largest_k=largest_k)
         numbers = torch.tensor([row.number for row in rows], dtype=torch.int64).to(device)
         return Keys(numbers, sampling, torch.tensor([row.live for row in rows]).to(device))
 

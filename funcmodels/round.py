@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowering import HostSide, host_side
@@ -23,7 +23,7 @@ from lowering import HostSide, host_side
 from .batch import check_room
 from .model import Model
 from .rows import reserve
-from .sampling import DraftNoise, RowSampling, TokenCounts
+from .sampling import CoupledNoise, DraftNoise, RowSampling, TokenCounts
 from .speculative import Carry, Draft, Verdict, joined_params, model_params, outputs_for, places_ahead, verify
 from .state import Host, State, check_fresh, check_usable, commit, committed_host, grown_host, known
 
@@ -78,16 +78,20 @@ class Round:
         *,
         steps: int = 3,
         drawn: bool = False,
+        embedded: Float[Tensor, "rows block hidden"] | None = None,
     ) -> tuple[Verdict, State, State, Carry]:
         """Propose `steps` tokens a row, verify them, commit, and extend the draft's state.
 
         `drafted` is the draft's state. At most `most` tokens of a row count, of 0..steps + 1. `sampling`, `requests`
-        and `counts` are those of `verify`; with `drawn`, drafts are drawn by the same settings instead of being the
-        likeliest. Returns what was emitted (-1 past it), both states, and the carry. Raises as its parts do.
+        and `counts` are those of `verify`. Where all rows are greedy, drafts are the likeliest tokens. Else rows that
+        draw are offered what the noise of their own draws picks from the draft's logits (`CoupledNoise`), which changes
+        no token; with `drawn`, what noise apart picks, accepted by its law (`DraftNoise`), which changes no law.
+        `embedded` is that of a block draft's `propose`. Returns what was emitted (-1 past it), both states, and the
+        carry. Raises as its parts do.
         """
-        options: dict[str, Any] = {"noise": DraftNoise(sampling, requests)} if drawn else {}
+        given = {"noise": _noise(sampling, requests, drawn), "embedded": embedded}
+        options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         proposal, drafted = self.draft.propose(params, drafted, carry, steps, **options)
-        proposal = replace(proposal, tokens=self.model.agreed(proposal.tokens))
         window = proposal.batch(state)
         outputs = outputs_for(self.draft)
         out, pending = self.model.forward(model_params(params), state, window, outputs=outputs, keep_steps=True)
@@ -101,3 +105,10 @@ class Round:
         state = commit(pending, accepted)
         drafted, carry = self.draft.extend(params, drafted, out, window, verdict.tokens, carry)
         return verdict, state, drafted, carry
+
+
+def _noise(sampling: RowSampling, requests: Int[Tensor, " rows"], drawn: bool) -> DraftNoise | None:
+    """What drafts are drawn with. Decided by what the host knows of the rows: captured, each answer is a program."""
+    if sampling.greedy:
+        return None
+    return (DraftNoise if drawn else CoupledNoise)(sampling, requests)

@@ -284,12 +284,29 @@ class DraftNoise:
 
     def draw(
         self, logits: Float[Tensor, "rows vocab"], positions: Int[Tensor, " rows"]
-    ) -> tuple[Int[Tensor, " rows"], Float[Tensor, "rows vocab"]]:
+    ) -> tuple[Int[Tensor, " rows"], Float[Tensor, "rows vocab"] | None]:
         """A token a row for the places `positions`, and logits whose softmax is the law it was drawn from.
 
         That law has the row's temperature, filters and bias, not its penalties. A greedy row's is all on one token.
+        None in its place says that the token is to be compared with the model's own.
         """
         changed, settings = _adjusted_rows(logits, replace(self.sampling, penalties=None), None)
         kept_logits = law_logits(changed, settings)
         keys = keys_of(settings.seed, self.requests, positions, DRAFT)
         return first_of(kept_logits, kept_logits > -torch.inf, keys), kept_logits
+
+
+@tree
+class CoupledNoise(DraftNoise):
+    """The noise that `sample` will draw the model's own token of each place with, to guess that token by.
+
+    Where the draft's law is like the model's, one noise picks one token from both. What is proposed is compared and
+    never accepted for its law, so the tokens stay those of plain decoding (Daliri et al. 2024, drafter-invariant).
+    """
+
+    def draw(
+        self, logits: Float[Tensor, "rows vocab"], positions: Int[Tensor, " rows"]
+    ) -> tuple[Int[Tensor, " rows"], Float[Tensor, "rows vocab"] | None]:
+        """What `sample` gives for these logits, without penalties; the largest of a greedy row."""
+        tokens = sample(logits, replace(self.sampling, penalties=None), self.requests, positions)
+        return tokens.clamp(min=0), None

@@ -54,8 +54,8 @@ class Carry:
 class Proposal:
     """A window a row: `root`, its newest token, and the drafts after it. `start` is the place that the root takes.
 
-    The softmax of `logits` is the law that each draft was drawn from; None says that nothing was drawn, as of argmax
-    drafts.
+    The softmax of `logits` is the law that each draft was drawn from. Drafts that come with None, as argmax and coupled
+    ones do, are compared with the model's own draw.
     """
 
     root: Int[Tensor, " rows"]
@@ -243,7 +243,10 @@ class Draft(Protocol):
     def propose(
         self, params: Any, state: State, carry: Carry, steps: int = 3, noise: DraftNoise | None = None
     ) -> tuple[Proposal, State]:
-        """`steps` tokens after each row's newest: the likeliest, or drawn with `noise`."""
+        """`steps` tokens after each row's newest: the likeliest, or what `noise.draw` gives for their logits.
+
+        The proposal has the laws that it gives too, or none where it gives None.
+        """
         ...
 
 

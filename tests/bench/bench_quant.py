@@ -46,7 +46,10 @@ MOE: dict[str, Any] = CONFIG | {
     "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
 }  # fmt: skip
 """The same with experts of Qwen3.5-35B-A3B's inner width, an eighth of them."""
-DENSE_SCHEMES, EXPERT_SCHEMES = ("W8A8_DYNAMIC", "W8A8_MXFP8"), ("W8A8_DYNAMIC", "W4A8_DYNAMIC", "W8A8_MXFP8")
+DENSE_SCHEMES = ("W8A8_DYNAMIC", "W8A8_MXFP8")
+EXPERT_SCHEMES = (*DENSE_SCHEMES, "W4A8_DYNAMIC", "W4A16_MXFP4")
+BESIDE_EXPERTS = {"W4A8_DYNAMIC": {"**": "W8A8_DYNAMIC"}, "W4A16_MXFP4": {}}
+"""What the other projections get where a scheme is for experts."""
 CONTEXT = 64
 """Tokens that each row holds before decoding."""
 
@@ -89,8 +92,8 @@ def models(rounds: int, settings: dict[str, Any], schemes: Sequence[str]) -> Non
     model = fm.build(settings)
     trees = {"bf16": model.init_params(seed=0, dtype=torch.bfloat16)}
     for scheme in schemes:
-        word = {"**.experts.*": scheme, "**": "W8A8_DYNAMIC"} if scheme.startswith("W4") else scheme
-        trees[scheme] = checkpoints.quantize(trees["bf16"], word)
+        words = {"**.experts.*": scheme} | BESIDE_EXPERTS.get(scheme, {"**": scheme})
+        trees[scheme] = checkpoints.quantize(trees["bf16"], words)
     trees = {name: lowering.prepare(made) for name, made in trees.items()}
     columns = ("decode 1", "decode 8", "captured 1", "prompt 256")
     print(f"\n{settings['model_type'] + ', ms':28}" + "".join(f"{name:>12}{'/ bf16':>8}" for name in columns))

@@ -19,7 +19,7 @@ from lowering.cases import CASES, VERIFY, Case, Draw, delta
 from lowering.target import TARGETS
 
 CPU = torch.device("cpu")
-FEW = tuple(case for case in CASES if case.op in ("swiglu", "route_softmax", "write_pages") and not case.bench)
+FEW = tuple(case for case in CASES if case.op in ("geglu", "route_softmax", "write_pages") and not case.bench)
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_every_kernel_and_case_in_two_dtypes() -> None:
 
 def test_a_wrong_kernel_is_found(kernel: Callable[..., None]) -> None:
     """By the size of its error: one thousandth is beyond float32 and within bfloat16."""
-    kernel(ops.swiglu, lambda gate_up: ops.swiglu.body(gate_up.float()).to(gate_up.dtype) * 1.001)
+    kernel(ops.geglu, lambda gate_up: ops.geglu.body(gate_up.float()).to(gate_up.dtype) * 1.001)
     found = outcomes("mine")
     assert {(x.dtype, x.ok) for x in found} == {("float32", False), ("bfloat16", True)}
     errors = [x.error for x in found if x.dtype == "float32"]
@@ -74,10 +74,10 @@ def broken(gate_up: Tensor) -> Tensor:
 
 
 WRONG = [
-    (ops.swiglu, broken, "IndexError: no such place"),
-    (ops.swiglu, lambda gate_up: gate_up, r"ValueError: the kernel returns shape \[5, 512\], expected \[5, 256\]"),
-    (ops.swiglu, lambda gate_up: (ops.swiglu.body(gate_up),), "ValueError: the kernel returns .*expected"),
-    (ops.swiglu, lambda gate_up: ops.swiglu.body(gate_up) / 0, "values that are not finite"),
+    (ops.geglu, broken, "IndexError: no such place"),
+    (ops.geglu, lambda gate_up: gate_up, r"ValueError: the kernel returns shape \[5, 512\], expected \[5, 256\]"),
+    (ops.geglu, lambda gate_up: (ops.geglu.body(gate_up),), "ValueError: the kernel returns .*expected"),
+    (ops.geglu, lambda gate_up: ops.geglu.body(gate_up) / 0, "values that are not finite"),
     (ops.route_softmax, lambda logits, *, top_k: (ops.route_softmax.body(logits, top_k=top_k)[0],
      ops.route_softmax.body(-logits, top_k=top_k)[1]), "integers differ"),
 ]  # fmt: skip
@@ -99,11 +99,11 @@ def test_a_kernel_that_spoils_its_arguments_is_judged_by_its_first_run(kernel: C
     """Timing repeats a call; a kernel that writes in place must not be blamed for that."""
 
     def run(gate_up: Tensor) -> Tensor:
-        y = ops.swiglu.body(gate_up)
+        y = ops.geglu.body(gate_up)
         gate_up.zero_()
         return y
 
-    kernel(ops.swiglu, run)
+    kernel(ops.geglu, run)
     assert all(outcome.ok for outcome in outcomes("mine"))
 
 
@@ -112,11 +112,11 @@ def two_axes(gate_up: Tensor) -> str | None:
 
 
 def test_refusals_are_listed(kernel: Callable[..., None]) -> None:
-    kernel(ops.swiglu, broken, refuse=two_axes)
+    kernel(ops.geglu, broken, refuse=two_axes)
     found = {outcome.case: outcome for outcome in outcomes("mine")}
     assert found["mlp"].refused == "takes 3 axes; found 2" and found["mlp"].ok and found["mlp"].error is None
     assert found["lead"].failed and not found["lead"].ok
-    (row,) = [row for row in check.check_device(CPU, TARGETS["cpu"]).sheet().rows if row[:2] == ("swiglu", "mine")]
+    (row,) = [row for row in check.check_device(CPU, TARGETS["cpu"]).sheet().rows if row[:2] == ("geglu", "mine")]
     assert row[2:4] == ("0", "2") and "lead, float32: IndexError" in row[-1] and "found 2" in row[-1]
 
 
@@ -195,17 +195,17 @@ def test_the_command_writes_a_page_and_json(
     """Exit code 1 for a failure, which stands first on the page."""
     stem = tmp_path / "report.of.mine"
     assert main(["check", "--device", "cpu", "--output", str(stem)]) == 0
-    kernel(ops.swiglu, lambda gate_up: gate_up.chunk(2, -1)[0] * float("<b>" < "c"))
+    kernel(ops.geglu, lambda gate_up: gate_up.chunk(2, -1)[0] * float("<b>" < "c"))
     assert main(["check", "--device", "cpu", "--output", str(stem)]) == 1
     out, err = capsys.readouterr()
-    assert "swiglu" in out and "over the bound" in out and f"{stem}.html" in err
+    assert "geglu" in out and "over the bound" in out and f"{stem}.html" in err
     written = json.loads(Path(f"{stem}.json").read_text())
     assert written["environment"]["target"] == "cpu" and written["environment"]["torch"] == torch.__version__
     mine = [x for x in written["outcomes"] if x["kernel"] == "mine"]
     assert {(x["case"], x["dtype"]) for x in mine} == {(c, d) for c in ("mlp", "lead") for d in ("float32", "bfloat16")}
     page = Cells(Path(f"{stem}.html").read_text())
     assert not page.loaded and not page.open and len(page.tables) == 3
-    assert page.tables[2][8:10] == ["swiglu", "mine"] and torch.__version__ in page.tables[1]
+    assert page.tables[2][8:10] == ["geglu", "mine"] and torch.__version__ in page.tables[1]
 
 
 @pytest.mark.parametrize(
@@ -226,22 +226,22 @@ def test_compare_measures_each_kernel(kernel: Callable[..., None]) -> None:
     """Against the reference in float64, in units of the dtype's rounding too; arguments stay as they are."""
 
     def run(gate_up: Tensor) -> Tensor:
-        y = ops.swiglu.body(gate_up) * 1.01
+        y = ops.geglu.body(gate_up) * 1.01
         gate_up.zero_()
         return y
 
-    kernel(ops.swiglu, run)
+    kernel(ops.geglu, run)
     x = torch.randn(7, 64)
     before = x.clone()
-    found = {outcome.kernel: outcome for outcome in lowering.compare("swiglu", None, x).outcomes}
+    found = {outcome.kernel: outcome for outcome in lowering.compare("geglu", None, x).outcomes}
     assert torch.equal(x, before) and set(found) == {"mine", "torch"} and found["torch"].error is not None
-    exact = ops.swiglu.body(x.double())
+    exact = ops.geglu.body(x.double())
     expected = (exact.abs() * 0.01 / (exact.abs() + exact.square().mean().sqrt())).max().item()
     assert found["mine"].error == pytest.approx(expected, rel=1e-3) and found["torch"].error < 1e-6
-    shown = lowering.compare(ops.swiglu, ["mine", "npu_swiglu"], x)
+    shown = lowering.compare(ops.geglu, ["mine", "npu_geglu"], x)
     assert "mine" in repr(shown) and "target is cpu" in repr(shown) and f"{expected / 2**-23:.2f}"[:3] in repr(shown)
     with pytest.raises(LoweringError, match="no kernel 'other'"):
-        lowering.compare("swiglu", ["other"], x)
+        lowering.compare("geglu", ["other"], x)
 
 
 def test_cases_come_from_their_seed() -> None:

@@ -270,7 +270,7 @@ def test_a_function_that_cannot_be_sent(function: Callable[..., Any], monkeypatc
 @pytest.fixture
 def local_kernel() -> Iterator[str]:
     """A kernel that only this process has."""
-    ops.swiglu.kernel("mine", targets=("ascend950",))(lambda gate_up: gate_up)
+    ops.swiglu.kernel("mine", targets=("ascend950",))(lambda gate_up, caps=None: gate_up)
     yield "mine"
     del ops.swiglu.kernels["mine"]
     ops.swiglu._choices.clear()

@@ -12,7 +12,7 @@ import torch
 import funcmodels as fm
 import lowering
 from tests.graphs.test_whole_round import begun
-from tests.oracle import mtp
+from tests.oracle import block_drafts, mtp, qwen3_5
 from tests.oracle.mtp import MtpPair, small
 from tests.oracle.states import ROUNDING, advance, assert_rows_close, poison
 from tests.tolerances import assert_close
@@ -170,3 +170,52 @@ def test_what_was_lowered_under_a_policy_is_captured_under_it() -> None:
     with lowering.record() as report:
         low.compile()
     assert {row.kernel for row in report.rows} == {"torch"}
+
+
+def block_drafter(variant: str) -> Any:
+    """A random block draft of one layer, for a model of two."""
+    fields = qwen3_5.sizes("dense", 0) | {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    one = qwen3_5.build("dense", fields, 0)
+    return next(x for seed in range(9) if len((x := block_drafts.build(one, variant, seed)).draft.params.layers) == 1)
+
+
+MIXED = (fm.Sampling(0.9, top_k=9), fm.Sampling())
+
+
+@torch.no_grad()
+@pytest.mark.plain
+@pytest.mark.parametrize("variant", [pytest.param("dflash", marks=pytest.mark.sweep), "vanilla"])
+def test_compiled_blocks_equal_plain_ones(variant: str) -> None:
+    """What is drawn in a row, and what is likeliest in another, while the rows grow by what the model runs."""
+    one, steps = block_drafter(variant), WINDOW - 1
+    noise = fm.DraftNoise(fm.RowSampling.of(MIXED), torch.tensor([4, 7]))
+    propose = lowering.jit(one.draft.propose)
+    for ids in ([[5, 6, 7], [8]], [[1, 2, 3, 4, 5], [6, 7, 8]]):
+        _, drafted, carry, _ = block_drafts.begun(one, ids)
+        found, _ = propose(one.draft.joined(one.one.params), drafted, carry, steps, noise)
+        plain, _ = one.draft.propose(one.one.params, drafted, carry, steps, noise)
+        assert torch.equal(found.tokens, plain.tokens)
+        assert_close(found.logits.softmax(-1), plain.logits.softmax(-1), looser=5, reason=ROUNDING)
+    assert len(propose._graphs) == 1
+
+
+@torch.no_grad()
+@pytest.mark.sweep
+@pytest.mark.parametrize("variant", ["dflash", "vanilla"])
+def test_a_compiled_round_with_a_block_draft_equals_a_plain_one(variant: str) -> None:
+    """Coupled drafts of DFlash, drawn ones of DSpark."""
+    one, draw = block_drafter(variant), random.Random(variant)
+    plainly: Any = fm.Round(one.one.model, one.draft).run
+    step = lowering.jit(plainly, donate=("state", "drafted"))
+    mine, right = (list(block_drafts.begun(one, [[5, 6, 7], [8]], pages=40)[:3]) for _ in range(2))
+    both, how = one.draft.joined(one.one.params), {"steps": WINDOW - 1, "drawn": variant == "vanilla"}
+    for number in range(4):
+        most = torch.tensor([draw.randint(1, WINDOW), WINDOW])
+        rest = (fm.RowSampling.of(MIXED), torch.tensor([4, 7]), most)
+        verdict, *mine = step(both, *mine, *rest, **how)
+        expected, *right = plainly(both, *right, *rest, **how)
+        assert torch.equal(verdict.tokens, expected.tokens), f"round {number}"
+        for actual, plain in zip(mine[:2], right[:2], strict=True):
+            assert actual.host.lengths == tuple(plain.lengths.tolist())
+            assert_rows_close(actual, plain)
+    assert step.captures == 1

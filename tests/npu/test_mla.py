@@ -189,7 +189,7 @@ REFUSED = {
     RING: {"without_rope", "keys_of_192", "joined", "odd_widths", "wide_values"},
     ABSORBED: {
         "all_idle", "ragged", "tiled", "pages_of_1", "pages_of_1_tiled", "long", "one_row", "without_rope",
-        "keys_of_192", "joined", "odd_widths", "wide_values",
+        "joined", "odd_widths", "wide_values",
     },
 }  # fmt: skip
 """Calls that a kernel does not take, by name: rows, pages, heads or widths that it is not documented for."""
@@ -303,7 +303,8 @@ ALONE = "one row needs no merge: one call over its prefix and new tokens"
         ((9, 2), (9, 3), Sizes(4), TWO, MERGE),
         ((9,), (9,), Sizes(4), CONCAT, ALONE),
         ((1, 1), (9, 3), Sizes(4, rope=0), TWO, FEW + MERGE),
-        ((1,), (9,), Sizes(3), CONCAT, FEW + ALONE),
+        ((1,), (9,), Sizes(3, rope=0), CONCAT, FEW + ALONE),
+        ((1,), (9,), Sizes(3), ABSORBED, FEW + ALONE),
     ],
 )
 def test_the_choice_by_shape(
@@ -396,8 +397,7 @@ REFUSALS: list[tuple[str, Made, str]] = [
     (ABSORBED, changed(BASE, 4, pool(5, 128, 256)),
      "takes latents of 512 and rope keys of 64; this call has 256 and 64"),
     (ABSORBED, changed(BASE, 5, None), "takes latents of 512 and rope keys of 64; this call has 512 and 0"),
-    (ABSORBED, changed(BASE, 0, meta(6, 6, 128)),
-     "takes a number of heads that is a power of 2 up to 128; this call has 6"),
+    (ABSORBED, changed(BASE, 0, meta(6, 129, 128)), "takes at most 128 heads; this call has 129"),
     (ABSORBED, changed(BASE, 0, BASE.args[0].half()),
      "takes one dtype; found q_nope float16, q_rope bfloat16, latent_pages bfloat16, rope_pages bfloat16"),
     (ABSORBED, changed(BASE, 4, pool(5, 128, 512, NzPages)), "takes latents and rope keys in one layout"),

@@ -15,7 +15,7 @@ import torch
 import funcmodels as fm
 import lowering
 import params as trees
-from lowering import npu_reference
+from lowering import npu_reference, ops
 from lowering.target import ASCEND
 from tests import held_out
 
@@ -76,7 +76,7 @@ def outcome(model: fm.Model, params: Any, dtype: torch.dtype, recurrent: torch.d
             kept = torch.cat([torch.arange(4) < count for count in ACCEPTED])
             following = torch.where(kept, following, -1)
         drafted, carry = draft.extend(params, drafted, out, batch, following)
-        found += [out.logits, draft.head.logits(model.config, params, carry.hidden)]
+        found += [out.logits, ops.linear(*draft.head.read(model.config, params, carry.hidden))]
     found += [value for row in range(3) for which in (state, drafted) for value in fm.logical(which, row).values()]
     return [value.float() for value in found]
 
