@@ -1,7 +1,8 @@
 """The gated delta rule in chunks, for prompts and windows to verify, with one decay a head; for decoding as one update.
 
 The chunked form solves, per chunk of tokens, for what each token writes, and carries the state from chunk to chunk:
-with c the running sum of log decays, L_ij = exp(c_i - c_j) for j <= i and A = strict lower triangle of beta k k^T L,
+with c the running sum of log decays, L_ij = exp(c_i - c_j), the decay from j <= i on, and A = strict lower triangle of
+beta k k^T L,
     D = (I + A)^-1 beta (v - exp(c) k S^T),
     o = exp(c) q S^T + (q k^T L) D,   S <- exp(c_last) S + D^T (exp(c_last - c) k)
 Where steps are kept, D is what the tokens wrote, and no new state is made.
@@ -114,7 +115,7 @@ def in_chunks(
     now = v.new_zeros(rows * v_heads, v_dim, k_dim, dtype=dtype)
     if state is not None:
         now = state[:rows].to(dtype).flatten(0, 1)
-    outputs, made = [], None
+    outputs, trail = [], None
     for pieces in zip(*(x.split(CHUNK, 1) for x in rectangles), strict=True):
         qs, ks = (_heads_first(x, dtype, shared) for x in pieces[:2])
         vs, gs, bs = (_heads_first(x, dtype) for x in pieces[2:])
@@ -122,13 +123,14 @@ def in_chunks(
         outputs.append(_tokens_first(made.out, rows).to(v.dtype))
         if not keep_steps:
             now = made.after()
-    out = to_flat(torch.cat(outputs, 1), query_start, v.shape[0], uniform)
-    if state is None:
-        return out, None, None
-    if keep_steps:
-        assert made is not None
-        keys = rectangles[1].to(dtype).repeat_interleave(shared, 2)
-        return out, state, DeltaTrail(state, keys, _tokens_first(made.writes, rows), rectangles[3].to(dtype))
+        elif state is not None:
+            kept = (_tokens_first(x, rows) for x in (ks, made.writes))
+            trail = DeltaTrail(state, *kept, rectangles[3].to(dtype))
+    # Compiled, one tensor put together would keep its strides, which are not those that it has here.
+    out = torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
+    out = to_flat(out, query_start, v.shape[0], uniform)
+    if state is None or keep_steps:
+        return out, state, trail
     now = F.hardshrink(now, SMALLEST)
     return out, torch.cat((now.view(rows, *state.shape[1:]).to(state.dtype), state[rows:])), None
 
@@ -139,29 +141,29 @@ def _tokens_first(x: Tensor, rows: int) -> Tensor:
 
 
 def _heads_first(x: Tensor, dtype: torch.dtype, shared: int = 1) -> Tensor:
-    """[rows tokens heads ...] to `dtype` [rows * heads * shared tokens ...], one copy where heads are not shared."""
-    x = x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
-    return (x if shared == 1 else x.repeat_interleave(shared, 1)).flatten(0, 1)
+    """[rows tokens heads ...] to `dtype` [rows * heads * shared tokens ...], in one copy."""
+    x = x.transpose(1, 2)[:, :, None]
+    x = x.expand(-1, -1, shared, *x.shape[3:])
+    return x.to(dtype, memory_format=torch.contiguous_format).flatten(0, 2)
 
 
 def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, state: Tensor) -> Chunk:
     """An `OfChunk` with log decays [heads tokens]."""
     tokens = k.shape[1]
-    c = g.cumsum(1)
     earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=k.device).tril(-1)
     one = torch.eye(tokens, dtype=k.dtype, device=k.device)
+    # Summed from each token on: a difference of sums from the start would be lost in rounding after a strong decay.
     # The diagonal is a constant 0: its gradient would cancel, but only after swamping gradients of strong decays.
-    spread = exp(torch.where(earlier, c[:, :, None] - c[:, None, :], one.log()))
+    spread = exp(torch.where(earlier, torch.where(earlier, g[:, :, None], 0).cumsum(1), one.log()))
     keys_queries = torch.cat((k, q), 1)
     chained, near = ((keys_queries @ k.mT).unflatten(1, (2, -1)) * spread[:, None]).unbind(1)
     read, far = (keys_queries @ state.mT).split(tokens, 1)
-    grown = exp(c)[..., None]
+    grown = exp(g.cumsum(1))[..., None]
     solved = torch.linalg.solve_triangular(b[..., None] * chained, one.expand_as(near), upper=False, unitriangular=True)
     writes = (solved * b[:, None]) @ torch.addcmul(v, grown, read, value=-1)
     out = torch.baddbmm(grown * far, near, writes)
 
     def after() -> Tensor:
-        left = k * exp(c[:, -1:] - c)[..., None]
-        return torch.addcmul(writes.mT @ left, exp(c[:, -1])[:, None, None], state)
+        return torch.addcmul(writes.mT @ (k * spread[:, -1, :, None]), grown[:, -1:], state)
 
     return Chunk(out, writes, after)

@@ -87,10 +87,13 @@ def gates(kind: str, tokens: int, heads: int) -> Tensor:
         return torch.zeros(tokens, heads)
     if kind == "mixed":
         return torch.where(torch.arange(heads) % 2 == 0, 0.0, -5.0).expand(tokens, heads).clone()
+    if kind == "strong_at_times":
+        # What a weak gate says must not be lost in a sum with those of -1000.
+        return torch.where(torch.rand(tokens, heads, generator=torch.Generator().manual_seed(0)) < 0.4, -1000.0, -0.07)
     return torch.full((tokens, heads), float(kind))
 
 
-@pytest.mark.parametrize("kind", ["-2.5", "-3", "-5", "-20", "-68", "-80", "-1000", "zero", "mixed"])
+@pytest.mark.parametrize("kind", ["-2.5", "-3", "-5", "-20", "-68", "-80", "-1000", "zero", "mixed", "strong_at_times"])
 @pytest.mark.parametrize("keys", ["random", "nearly_equal"])
 def test_extreme_gates_stay_finite_forward_and_backward(kind: str, keys: str) -> None:
     """Chunk sums of log decays reach -320 and far beyond; exp of the positive difference would overflow."""
