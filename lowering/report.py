@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from params import tree
+from params.quant.values import QuantizedWeight
 from params.spec import TensorSpec
 
 from . import registry
@@ -31,7 +32,7 @@ class Row:
     """One op with one choice: how often it was called, the kernel it got, and why others were refused.
 
     With `asked` the policy named the kernel for that op, this one or one that it contains, and no other was looked at.
-    `others` are kernels for weights of other kinds than the call's.
+    `others` are kernels for weights of other kinds than the call's, whose refusals say nothing that is news.
     """
 
     op: str
@@ -50,6 +51,15 @@ class Row:
         return "\n".join(f"{name}: {why}" for name, why in self.refused.items() if name in here or name == FUSED)
 
 
+def _for_other_weights(choice: Choice, args: tuple[Any, ...]) -> frozenset[str]:
+    """Kernels for weights of other kinds; no fused ones of a quantised weight that Torch has to multiply by."""
+    kernels = registry.find(choice.op).kernels.values()
+    others = {kernel for kernel in kernels if unread_weight(kernel.name, kernel.weights, args)}
+    if not choice.kernel.operators and any(isinstance(arg, QuantizedWeight) for arg in args):
+        others = {kernel for kernel in others if not kernel.operators}
+    return frozenset(kernel.name for kernel in others)
+
+
 @dataclass
 class Report:
     """The choices of one run. Prints as a table."""
@@ -58,8 +68,7 @@ class Report:
 
     def add(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count one call."""
-        kernels = registry.find(choice.op).kernels.values()
-        others = frozenset(kernel.name for kernel in kernels if unread_weight(kernel.name, kernel.weights, args))
+        others = _for_other_weights(choice, args)
         new = Row(choice.op, choice.kernel.name, choice.refused, choice.target, asked=choice.asked, others=others)
         row = next((row for row in self.rows if replace(row, count=0) == new), new)
         if row is new:

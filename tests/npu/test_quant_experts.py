@@ -266,3 +266,11 @@ def test_plain_experts_have_a_reason_of_their_own() -> None:
     assert refused[FUSED] == "npu_swiglu is neither documented for ascend950 nor known to run there"
     assert refused[BLOCKS] == "takes MXFP8Weight; the weight of this call is plain"
     assert "serves ascend910b, ascend910_93; target is ascend950" in refused[INTEGERS]
+
+
+def test_a_report_says_why_torch_multiplies_by_quantised_experts() -> None:
+    """No operator of the 910 reads blocks with a shared exponent; where one serves, others are not mentioned."""
+    shown = str(lowering.explain(ops.experts, *MX, target=ASCEND_910))
+    assert f"{INTEGERS}: takes no MXFP8Weight" in shown and "torch" in shown
+    assert "takes no" not in str(lowering.explain(ops.experts, *MX, target=ASCEND_950))
+    assert "takes no" not in str(lowering.explain(ops.experts, *MX, target="cpu"))
