@@ -11,6 +11,9 @@ from params.errors import ConfigError
 
 C = TypeVar("C")
 
+MOST_LAYERS = 10_000
+"""More than any model has. Lists as long are made while a config is read, before all of it has been checked."""
+
 
 def read(cls: type[C], given: Mapping[str, Any], required: Collection[str] = ()) -> C:
     """An instance of dataclass `cls` from the fields of the same names in `given`; others are ignored.
@@ -41,6 +44,19 @@ def section(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
         raise ConfigError(f"{name} must be a section of fields, found {found!r}")
     return found
+
+
+def layer_count(given: Mapping[str, Any]) -> int | None:
+    """How many layers a config says there are; `None` for what is no integer, which `read` complains of.
+
+    Raises `ConfigError` for more than `MOST_LAYERS`.
+    """
+    count = given.get("num_hidden_layers")
+    if not isinstance(count, int):
+        return None
+    if count > MOST_LAYERS:
+        raise ConfigError(f"num_hidden_layers must be at most {MOST_LAYERS}, found {count}; check the config")
+    return count
 
 
 def require(*conditions: tuple[bool, str]) -> None:

@@ -228,6 +228,9 @@ class Draft(Protocol):
     tokens that it proposes; `ahead(steps)`, how many places past a row's length it then writes to (steps - 1 where it
     does not say); and `joined(params)`, the `DraftedParams` of one that has parameters of its own. The functions below
     read these of any draft.
+
+    A model in parts on several ranks verifies what each rank proposes, and the ranks must propose the same: `propose`
+    passes every choice through `model.agreed` before it goes on from it.
     """
 
     def init_state(self, state: State) -> State:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from params.checkpoint import to_checkpoint
 from params.errors import CheckpointError, ConfigError
+from params.files import listed
 from params.names.rules import Names
 from params.quant.description import FILE, written
 from params.quant.packed import SECTION, written_section
@@ -30,8 +32,9 @@ INDEX = f"{FLOAT_STEM}.safetensors.index.json"
 
 
 def save(
-    tree: Any, path: str | Path, spec: Any, names: Names, config: dict[str, Any], *, max_shard_bytes: int = 5 * 10**9
-) -> Path:
+    tree: Any, path: str | Path, spec: Any, names: Names, config: dict[str, Any], *, max_shard_bytes: int = 5 * 10**9,
+    beside: Mapping[str, bytes] | None = None,
+) -> Path:  # fmt: skip
     """Write a parameter tree as a Hugging Face checkpoint; returns the directory.
 
     A tree with quantised weights becomes a ModelSlim checkpoint: files named after it, a `quant_model_description.json`
@@ -39,13 +42,15 @@ def save(
     compressed-tensors, which has only such a section.
 
     `config.json` is `config` with the dtype that is saved. With a nested `text_config` the tensors get the wrapper's
-    names, else the text-only class's. More than `max_shard_bytes` becomes several files and an index. Only weights and
-    `config.json` are written: `funcmodels.save` brings the tokenizer's files along.
+    names, else the text-only class's. More than `max_shard_bytes` becomes several files and an index. `beside` are
+    further files of the directory, such as a tokenizer's: `funcmodels.save` brings those along.
 
     A directory with other weights is refused: only files of the very names that are written are replaced. Everything
-    is written under hidden temporary names first, then renamed.
+    is written under hidden temporary names first, then renamed: a link there is replaced, not followed. Raises
+    `CheckpointError`, before anything is written, for what is refused and for tensors without values.
     """
     tensors = to_checkpoint(tree, spec, names)
+    _refuse_meta(tensors)
     spec, names = of_tree(tree, spec, names)
     words = names.words(tensors) if isinstance(names, QuantizedNames) else None
     dtype, tied = _model_dtype(tree, spec), _tied(names, tensors)
@@ -59,15 +64,21 @@ def save(
     stem = FLOAT_STEM if words is None else QUANTIZED_STEM
     shards = _shards(tensors, max_shard_bytes, stem)
     directory = Path(path)
-    writers: dict[str, Callable[[Path], None]] = {file: _weights(shard) for file, shard in shards.items()}
+    writers = {file: _weights(shard) for file, shard in shards.items()}
     if len(shards) > 1:
         writers[f"{stem}.safetensors.index.json"] = _text(_index(shards))
     if words is not None:
         writers[FILE] = _text(written(words))
-    _refuse_others(directory, set(writers))
+    weights = set(writers)
+    writers |= {name: _bytes(content) for name, content in (beside or {}).items()}
     writers["config.json"] = _text(settings)
-    directory.mkdir(parents=True, exist_ok=True)
-    _write(directory, writers)
+    try:
+        _refuse_others(directory, weights)
+        _refuse_directories(directory, writers)
+        directory.mkdir(parents=True, exist_ok=True)
+        _write(directory, writers)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{directory} cannot be written: {error}") from error
     return directory
 
 
@@ -132,6 +143,23 @@ def _index(shards: dict[str, dict[str, Tensor]]) -> str:
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2, sort_keys=True) + "\n"
 
 
+def _refuse_meta(tensors: dict[str, Tensor]) -> None:
+    empty = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if empty:
+        raise CheckpointError(
+            f"tensors on the meta device have no values to save: {listed(empty, 3)}; load the parameters, or make them "
+            "on another device"
+        )
+
+
+def _refuse_directories(directory: Path, names: Iterable[str]) -> None:
+    taken = sorted(name for name in names if (directory / name).is_dir())
+    if taken:
+        raise CheckpointError(
+            f"{directory}: {listed(taken)} would be files and are directories there; remove them, or save elsewhere"
+        )
+
+
 def _refuse_others(directory: Path, ours: set[str]) -> None:
     if directory.exists() and not directory.is_dir():
         raise CheckpointError(f"{directory} is a file; give a directory to save to")
@@ -162,8 +190,12 @@ def _weights(shard: dict[str, Tensor]) -> Callable[[Path], None]:
 
 
 def _text(text: str) -> Callable[[Path], None]:
+    return _bytes(text.encode())
+
+
+def _bytes(content: bytes) -> Callable[[Path], None]:
     def write(path: Path) -> None:
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content)
 
     return write
 
@@ -176,8 +208,6 @@ def _write(directory: Path, writers: dict[str, Callable[[Path], None]]) -> None:
             writers[final.name](temporary)
         for temporary, final in hidden.items():
             temporary.replace(final)
-    except OSError as error:
-        raise CheckpointError(f"{directory} cannot be written: {error}") from error
     finally:
         for temporary in hidden:
             temporary.unlink(missing_ok=True)

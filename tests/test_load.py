@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,32 @@ def test_weights_without_a_tokenizer_are_saved_too(tmp_path: Path) -> None:
     saved = fm.save(model, model.init_params(seed=3), tmp_path)
     assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
     assert trees.equal(fm.load(saved, dtype=None)[1], model.init_params(seed=3))
+
+
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
+def test_links_at_the_tokenizers_names_are_replaced(directory: Path, tmp_path: Path, link: Any) -> None:
+    """Not written through: what they lead to, another's file or the source itself, stays as it is."""
+    model, params = fm.load(directory)
+    (tmp_path / "other").write_text("precious")
+    saved, source = tmp_path / "saved", (directory / "tokenizer.json").read_bytes()
+    saved.mkdir()
+    for target in (tmp_path / "other", directory / "tokenizer.json"):
+        (saved / "tokenizer.json").unlink(missing_ok=True)
+        link(saved / "tokenizer.json", target)
+        fm.save(model, params, saved)
+        assert (saved / "tokenizer.json").read_bytes() == source and not (saved / "tokenizer.json").is_symlink()
+        assert not (saved / "tokenizer.json").samefile(target)
+    assert (tmp_path / "other").read_text() == "precious"
+
+
+def test_a_tokenizer_that_is_gone(directory: Path, tmp_path: Path) -> None:
+    """Said before anything is written."""
+    copied = shutil.copytree(directory, tmp_path / "copied")
+    model, params = fm.load(copied)
+    copied.rename(tmp_path / "elsewhere")
+    with refuses(fm.CheckpointError, f"{copied}, which the tokenizer came from, is gone"):
+        fm.save(model, params, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
 
 def test_a_ranks_part_is_not_saved(directory: Path, tmp_path: Path) -> None:

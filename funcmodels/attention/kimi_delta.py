@@ -20,7 +20,7 @@ from .gated_delta import DeltaNetState, DeltaTrails
 
 @tree
 class KimiDelta:
-    """`in_proj` rows: queries, keys and values (these pass the convolution), write b, then the latents of two gates.
+    """`in_proj` rows: queries, keys and values (these pass the convolution), write strengths b, latents of two gates.
 
     `forget` and `gate` make of them a log decay a channel of keys, before its activation, and a gate a channel of
     values. Both have one width. Without `gate` the last rows are not a latent, but that gate itself.

@@ -42,6 +42,11 @@ def draft(
     `ValueError` for a model without such a head, `ConfigError` for a draft of another kind or model, `CheckpointError`.
     """
     if kind == "mtp":
+        if model.family.mtp is None:
+            raise ValueError(
+                f"draft: models of type {model.config_json['model_type']!r} have no mtp head; give the directory of a "
+                "block draft, or 'none'"
+            )
         if default_draft(model) == "none":
             raise ValueError(
                 "draft: this model has no mtp head (its checkpoint holds no mtp tensors); load one that has, or give "

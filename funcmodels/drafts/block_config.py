@@ -81,8 +81,8 @@ def read_config(given: Mapping[str, Any], target_layers: int) -> BlockConfig:
     rope = next(iter(rope_sections(fields).values()), {})
     fields |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
     fields |= {"architecture": _architecture(given), "block_size": fields.get("block_size", _default_block(given))}
-    layers = fields.get("num_hidden_layers")
-    if isinstance(layers, int):
+    layers = configs.layer_count(fields)
+    if layers is not None:
         fields.setdefault("layer_types", [FULL] * layers)
         fields.setdefault("target_layer_ids", default_layers(target_layers, layers))
     heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")

@@ -127,8 +127,8 @@ def read_config(given: Mapping[str, Any]) -> DeepseekV2Config:
 
 def _needed(given: Mapping[str, Any], rope_type: Any) -> list[str]:
     """Fields without which the layers that the config asks for cannot be made. Wrong types are for others to name."""
-    layers, dense = given.get("num_hidden_layers"), given.get("first_k_dense_replace") or 0
-    routed = not isinstance(layers, int) or not isinstance(dense, int) or dense < layers
+    layers, dense = configs.layer_count(given), given.get("first_k_dense_replace") or 0
+    routed = layers is None or not isinstance(dense, int) or dense < layers
     groups = ["n_group", "topk_group"] if given.get("topk_method") == "group_limited_greedy" else []
     return [*(["num_experts_per_tok", *groups] if routed else []), *(["factor"] if rope_type == "yarn" else [])]
 

@@ -65,8 +65,8 @@ def read_config(given: Mapping[str, Any]) -> Gemma3Config:
 
 def _layer_types(given: Mapping[str, Any]) -> list[str]:
     """Every n-th layer is global, by default every sixth. Wrong types are left to the config's own check."""
-    layers, every = given.get("num_hidden_layers"), _pattern(given)
-    if not isinstance(layers, int) or not isinstance(every, int) or every < 1:
+    layers, every = configs.layer_count(given), _pattern(given)
+    if layers is None or not isinstance(every, int) or every < 1:
         return []
     return [LOCAL if (index + 1) % every else GLOBAL for index in range(layers)]
 

@@ -157,7 +157,7 @@ def forward(
     eps = config.rms_norm_eps
     entries: list[Entry | None] = []
     prefix = ops.embedding(batch.tokens, params.embed.weight)
-    bank = prefix[:, None][:, :0]
+    bank = prefix[:, None][:, :0]  # no snapshots yet; sliced and not made, so that it has the prefix's dtype and device
     x = attention_residual(params.layers[0].attn_residual, bank, prefix, eps=eps)
     readers = [layer.attn_residual for layer in params.layers[1:]] + [params.output_residual]
     for index, (layer, next_reader) in enumerate(zip(params.layers, readers, strict=True)):

@@ -13,13 +13,13 @@ from typing import Any
 from lowering.ops.mlp import Caps
 
 from .. import config as configs
-from .kimi_linear_config import KimiLinearConfig, read_fields
+from .kimi_linear_config import KimiLinearConfig, read_fields, untied
 
 DELTA_NORM_EPS = 1e-5
 """What is added in the gated norm of the delta attention, whatever `rms_norm_eps` says."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KimiK3Config(KimiLinearConfig):
     """Fields of Kimi Linear, and those of what is new.
 
@@ -28,16 +28,14 @@ class KimiK3Config(KimiLinearConfig):
     gate. `gate_lower_bound` is that of the log decay of a step.
     """
 
-    num_experts: int = 896
     num_shared_experts: int = 2
-    num_experts_per_token: int = 16
     moe_intermediate_size: int = 3072
     routed_scaling_factor: float = 1.0
-    attn_res_block_size: int = 12
-    routed_expert_hidden_size: int = 3584
+    attn_res_block_size: int
+    routed_expert_hidden_size: int
     activation_situ_beta: float = 1.0
     activation_situ_linear_beta: float = 0.0
-    gate_lower_bound: float = -5.0
+    gate_lower_bound: float
 
     @property
     def caps(self) -> Caps:
@@ -47,11 +45,13 @@ class KimiK3Config(KimiLinearConfig):
 
 def read_config(given: Mapping[str, Any]) -> KimiK3Config:
     """The config of a `config.json`, whole or the text model's section. Raises `ConfigError` that names the fields."""
-    return read_fields(KimiK3Config, configs.section(given, "text_config") or given, _NEEDED, _rules)
+    # A reader of the whole ties by what the wrapper says.
+    configs.require(untied(given))
+    return read_fields(KimiK3Config, configs.section(given, "text_config") or given, ("q_lora_rank",), _rules)
 
 
 def is_kimi_k3(given: Mapping[str, Any]) -> bool:
-    """Whether a config of `model_type` kimi_linear is the section of one of Kimi-K3, by itself."""
+    """Whether a config that calls itself kimi_linear is Kimi-K3's text section standing alone: both have that type."""
     return bool(given.get("attn_res_block_size"))
 
 
@@ -61,11 +61,9 @@ def _rules(config: KimiK3Config, given: Mapping[str, Any]) -> Iterator[tuple[boo
     cap, bound = config.activation_situ_linear_beta, config.gate_lower_bound
     yield cap >= 0, f"activation_situ_linear_beta must be positive or null, found {cap}"
     yield bound < 0, f"gate_lower_bound must be negative, as log decays are; found {bound}"
-    act = given.get("hidden_act") or "situ"
-    yield act == "situ", f"hidden_act {act!r} is not supported; only situ is"
+    act = given.get("hidden_act")
+    yield act in (None, "situ"), f"hidden_act {act!r} is not supported; only situ is"
     for name in ("use_full_rank_gate", "mla_use_output_gate", "latent_moe_use_norm"):
-        yield given.get(name) is not False, f"{name} False is not supported: every published Kimi-K3 has it"
+        found = given.get(name)
+        yield found in (None, True), f"{name} {found!r} is not supported: every published Kimi-K3 has it"
     yield not config.attention_bias, "attention_bias True is not supported: projections of Kimi-K3 have none"
-
-
-_NEEDED = ("q_lora_rank", "attn_res_block_size", "routed_expert_hidden_size", "gate_lower_bound")

@@ -16,7 +16,10 @@ from params.errors import ConfigError
 from .. import config as configs
 
 LATENT_EPS = 1e-6
-"""What is added in the norms of latents, whatever `rms_norm_eps` says."""
+"""What is added in the norms of latents, whatever `rms_norm_eps` says: transformers makes them with its default.
+
+Not so in Kimi-K3, which is read from serving code: that makes them with the config's `rms_norm_eps`.
+"""
 LINEAR, FULL = "linear_attention", "full_attention"
 DENSE, SPARSE = "dense", "sparse"
 
@@ -87,8 +90,8 @@ def read_fields(
     Rules are given the fields under one spelling.
     """
     named, broken = _one_spelling(given)
-    layers = given.get("num_hidden_layers")
-    if isinstance(layers, int):
+    layers = configs.layer_count(given)
+    if layers is not None:
         kinds, wrong = _kinds(named, configs.section(given, "linear_attn_config"), layers)
         named, broken = named | kinds, broken + wrong
     if broken:
@@ -96,7 +99,7 @@ def read_fields(
     config = configs.read(kind, named, (*_needed(named), *needed))
     configs.require(
         *((getattr(config, name) > 0, f"{name} must be positive, found {getattr(config, name)}") for name in _POSITIVE),
-        *_layer_rules(config),
+        *_layer_rules(config, given),
         *_expert_rules(config, given),
         *_attention_rules(config, given),
         *_other_model_rules(given),
@@ -122,7 +125,7 @@ def _one_spelling(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def _kinds(named: Mapping[str, Any], linear: Mapping[str, Any], layers: int) -> tuple[dict[str, Any], list[str]]:
     """The kinds of layers, given as they are or by numbers; and what is wrong with the numbers."""
     found: dict[str, Any] = {}
-    dense = named.get("first_k_dense_replace", 1)
+    dense = _dense_layers(named)
     if named.get("mlp_layer_types") is None and isinstance(dense, int):
         found["mlp_layer_types"] = [DENSE if index < dense else SPARSE for index in range(layers)]
     numbers: dict[str, Any] = {LINEAR: linear.get("kda_layers"), FULL: linear.get("full_attn_layers")}
@@ -141,6 +144,12 @@ def _kinds(named: Mapping[str, Any], linear: Mapping[str, Any], layers: int) -> 
     return found | {"layer_types": kinds}, []
 
 
+def _dense_layers(given: Mapping[str, Any]) -> Any:
+    """How many layers at the beginning are dense, where nothing names them one by one."""
+    found = given.get("first_k_dense_replace")
+    return 1 if found is None else found
+
+
 def _needed(named: Mapping[str, Any]) -> list[str]:
     """Fields without which the layers that the config asks for cannot be made."""
     kinds = named.get("mlp_layer_types")
@@ -148,7 +157,12 @@ def _needed(named: Mapping[str, Any]) -> list[str]:
     return ["num_experts", "num_experts_per_token"] if routed else []
 
 
-def _layer_rules(config: KimiLinearConfig) -> Iterator[tuple[bool, str]]:
+def _layer_rules(config: KimiLinearConfig, given: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
+    dense = _dense_layers(given)
+    yield (
+        isinstance(dense, int) and not isinstance(dense, bool) and dense >= 0,
+        f"first_k_dense_replace must be an integer from 0, found {dense!r}",
+    )
     for name, known in (("layer_types", (LINEAR, FULL)), ("mlp_layer_types", (DENSE, SPARSE))):
         kinds = getattr(config, name)
         yield (
@@ -190,17 +204,22 @@ def _expert_rules(config: KimiLinearConfig, given: Mapping[str, Any]) -> Iterato
 
 def _other_model_rules(given: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
     """What would be another model."""
+    yield untied(given)
+    rotated = given.get("mla_use_nope")
+    sentence = f"mla_use_nope {rotated!r} is not supported: latent attention has no rotation here"
+    yield rotated in (None, True), sentence
+
+
+def untied(given: Mapping[str, Any]) -> tuple[bool, str]:
+    """That the head is not the embedding, and the sentence for a config that says it is."""
     tied = given.get("tie_word_embeddings")
-    yield not tied, f"tie_word_embeddings {tied!r} is not supported: the head has a weight of its own"
-    yield (
-        given.get("mla_use_nope", True) is not False,
-        "mla_use_nope False is not supported: latent attention has no rotation here",
-    )
+    sentence = f"tie_word_embeddings {tied!r} is not supported: the head has a weight of its own"
+    return tied in (None, False), sentence
 
 
 def _own_rules(config: KimiLinearConfig, given: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    act = given.get("hidden_act", "silu")
-    yield act == "silu", f"hidden_act {act!r} is not supported; only silu is"
+    act = given.get("hidden_act")
+    yield act in (None, "silu"), f"hidden_act {act!r} is not supported; only silu is"
     for name in _KIMI_K3:
         yield not given.get(name), f"{name} {given.get(name)!r} is not supported: a model with it is Kimi-K3"
 

@@ -124,8 +124,8 @@ def in_chunks(
         if not keep_steps:
             now = made.after()
         elif state is not None:
-            kept = (_tokens_first(x, rows) for x in (ks, made.writes))
-            trail = DeltaTrail(state, *kept, rectangles[3].to(dtype))
+            keys, writes = (_tokens_first(x, rows) for x in (ks, made.writes))
+            trail = DeltaTrail(state, keys, writes, rectangles[3].to(dtype))
     # Compiled, one tensor put together would keep its strides, which are not those that it has here.
     out = torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
     out = to_flat(out, query_start, v.shape[0], uniform)

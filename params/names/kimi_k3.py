@@ -39,7 +39,7 @@ class Query:
 
 @dataclass(frozen=True)
 class OfHeads:
-    """A number a head; the checkpoint has more, which belong to no head."""
+    """A number a head; the checkpoint has more, which belong to no head. Kimi Linear's axes are read too."""
 
     name: str
 

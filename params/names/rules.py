@@ -7,6 +7,7 @@ same answer, so what is saved is what loads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -29,8 +30,8 @@ class Source(NamedTuple):
 class Part(NamedTuple):
     """A checkpoint tensor and the region of a leaf it fills: `leaf[region]`, seen in the checkpoint's `shape`.
 
-    With a `source` it is a slice of the tensor that fills the region, and has this shape. A `padded` tensor may have
-    more rows than are read, behind them.
+    With a `source` it is a slice of the tensor that fills the region, and has this shape. A `padded` vector may be
+    stored with more numbers than are read, behind them, and with axes of one element.
     """
 
     name: str
@@ -45,12 +46,12 @@ class Part(NamedTuple):
         return self.shape if self.source is None else self.source.shape
 
     def fitted(self, stored: tuple[int, ...]) -> Part:
-        """The same of a tensor of the shape `stored`, which where the part is `padded` may have more rows."""
-        own = self.stored_shape
-        if not self.padded or stored[1:] != own[1:] or stored[:1] <= own[:1]:
+        """The same of a tensor of the shape `stored`, which where the part is `padded` may be longer, or have axes."""
+        own, count = self.stored_shape, math.prod(stored)
+        if not self.padded or stored == own or count not in stored or count < own[0]:
             return self
         source = self.source or Source(own, 0, 0, own[0])
-        return self._replace(source=source._replace(shape=stored))
+        return self._replace(source=source._replace(shape=stored, axis=stored.index(count)))
 
     def read(self, tensor: Tensor) -> Tensor:
         """What a checkpoint tensor in memory gives."""

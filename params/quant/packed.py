@@ -66,8 +66,9 @@ def written_section(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _formats(given: Mapping[str, Any]) -> set[Any]:
-    return {given.get("format"), *(group.get("format") for group in _groups(given))} - {None}
+def _formats(given: Mapping[str, Any]) -> list[Any]:
+    """What a section and its groups say of their format, which can be anything that JSON has."""
+    return [found for found in (part.get("format") for part in (given, *_groups(given))) if found]
 
 
 def _groups(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -79,15 +80,17 @@ def _groups(given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _wrong(given: Any, modules: list[str]) -> Iterator[str]:
     """What of a section is missing or not supported."""
     if not isinstance(given, Mapping):
-        yield f"no {SECTION}, and tensors are packed: {listed(modules, 3)}; expected {_FORMAT} of {_METHOD}"
+        found = f"no {SECTION}" if given is None else f"{SECTION} is {given!r}, which is no section of fields"
+        yield f"{found}, and tensors are packed: {listed(modules, 3)}; expected {_FORMAT} of {_METHOD}"
         return
-    expected = {"quant_method": _METHOD} | ({} if _formats(given) == {_FORMAT} else {"format": _FORMAT})
-    yield from _unlike(given, expected, SECTION)
+    yield from _unlike(given, {"quant_method": _METHOD}, SECTION)
+    yield from _unlike(given, {"format": _FORMAT}, SECTION, absent=bool(_formats(given)))
     yield from _unlike(given, dict.fromkeys(("kv_cache_scheme", "sparsity_config")), SECTION, absent=True)
     if not _groups(given):
         yield f"{SECTION}.config_groups is {given.get('config_groups')!r}, expected a section for each group of weights"
     for group in _groups(given):
         where = f"{SECTION}.config_groups"
+        yield from _unlike(group, {"format": _FORMAT}, where, absent=True)
         yield from _unlike(group, dict.fromkeys(("input_activations", "output_activations")), where, absent=True)
         weights = group.get("weights")
         if not isinstance(weights, Mapping):

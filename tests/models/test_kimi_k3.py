@@ -256,15 +256,21 @@ def test_random_parameters_make_a_model() -> None:
     assert kept == delta | {"mlp.router.weight", "mlp.router.bias"}
 
 
-def test_ranks_read_their_heads_of_padded_numbers(tmp_path: Path) -> None:
-    """A checkpoint has more rates of decay than heads; a rank's are those of its own heads, no others."""
+@pytest.mark.parametrize(("axes", "count"), [((-1,), 7), ((1, 1, -1, 1), 7), ((1, 1, -1, 1), 4)])
+def test_ranks_read_their_heads_of_padded_numbers(axes: tuple[int, ...], count: int, tmp_path: Path) -> None:
+    """A checkpoint may have more rates of decay than heads, and axes; a rank's are those of its own heads alone."""
     fields = sizes(0, num_attention_heads=4, num_key_value_heads=4, intermediate_size=24, moe_intermediate_size=10)
     fields["text_config"]["linear_attn_config"]["num_heads"] = 4
     tensors = random_tensors(fields, 0)
     assert {len(leaf) for name, leaf in tensors.items() if name.endswith("A_log")} == {7}
+    rates = {name: leaf for name, leaf in tensors.items() if name.endswith("A_log")}
+    stored = tensors | {name: leaf[:count].reshape(axes) for name, leaf in rates.items()}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    save_file(tensors, tmp_path / "model.safetensors")
+    save_file(stored, tmp_path / "model.safetensors")
     model, whole = fm.load(tmp_path, dtype=torch.float32)
+    for name, leaf in rates.items():
+        layer = int(name.split("layers.")[1].split(".")[0])
+        assert torch.equal(whole.layers[layer].attn.a_log, leaf[:4])
     for rank in range(2):
         ranks = Ranks(rank, 2, "g")
         mine, held = fm.load(tmp_path, dtype=torch.float32, mesh=ranks)

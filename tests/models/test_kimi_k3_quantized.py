@@ -168,9 +168,12 @@ def test_published_experts(tmp_path: Path) -> None:
     assert_bitwise(fm.load(tmp_path / "again", torch.float32)[1], tree)
 
 
+def grouped(**changes: Any) -> dict[str, Any]:
+    return {**SECTION, "config_groups": {"group_0": {**SECTION["config_groups"]["group_0"], **changes}}}
+
+
 def spoilt(**weights: Any) -> dict[str, Any]:
-    group = SECTION["config_groups"]["group_0"]
-    return {**SECTION, "config_groups": {"group_0": {**group, "weights": {**group["weights"], **weights}}}}
+    return grouped(weights={**SECTION["config_groups"]["group_0"]["weights"], **weights})
 
 
 @pytest.mark.parametrize(
@@ -179,16 +182,22 @@ def spoilt(**weights: Any) -> dict[str, Any]:
         (None, r"no quantization_config, and tensors are packed: model\.layers\.1\.block_sparse_moe\.experts\.0\.w1, "),
         ({**SECTION, "quant_method": "mxfp4"}, "quant_method is 'mxfp4', expected 'compressed-tensors'"),
         ({**SECTION, "format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized', expected 'mxfp4-pack-quant"),
+        ("x", "quantization_config is 'x', which is no section of fields, and tensors are packed: model"),
+        ([], r"quantization_config is \[\], which is no section of fields, and tensors are packed: model"),
+        ({**SECTION, "format": ["x"]}, r"quantization_config.format is \['x'\], expected 'mxfp4-pack-quantized'"),
+        (grouped(format={"a": 1}), r"config_groups.format is \{'a': 1\}, expected 'mxfp4-pack-quantized'"),
+        (grouped(format="nvfp4-pack-quantized"), "config_groups.format is 'nvfp4-pack-quantized', expected 'mxfp4-"),
+        (
+            {**grouped(format=None), "format": {}},
+            r"quantization_config.format is \{\}, expected 'mxfp4-pack-quantized'",
+        ),
         ({**SECTION, "config_groups": {}}, r"config_groups is \{\}, expected a section for each group"),
         ({**SECTION, "kv_cache_scheme": {"num_bits": 8}}, r"kv_cache_scheme is \{'num_bits': 8\}, expected None"),
         (spoilt(group_size=16), "weights.group_size is 16, expected 32"),
         (spoilt(num_bits=8), "weights.num_bits is 8, expected 4"),
         (spoilt(symmetric=False), "weights.symmetric is False, expected True"),
         (spoilt(scale_dtype="torch.bfloat16"), "weights.scale_dtype is 'torch.bfloat16', expected 'torch.uint8'"),
-        (
-            {**SECTION, "config_groups": {"g": {**SECTION["config_groups"]["group_0"], "input_activations": {"a": 1}}}},
-            r"input_activations is \{'a': 1\}, expected None",
-        ),
+        (grouped(input_activations={"a": 1}), r"input_activations is \{'a': 1\}, expected None"),
     ],
 )  # fmt: skip
 def test_what_a_config_says_otherwise(section: Any, message: str, tmp_path: Path) -> None:

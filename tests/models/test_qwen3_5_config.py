@@ -74,6 +74,8 @@ def test_all_missing_fields_are_listed_at_once(kind: str) -> None:
         ("dense", {"attn_output_gate": False}, "attn_output_gate false is not supported"),
         ("dense", {"text_config": "none"}, "text_config must be a section of fields, found 'none'"),
         ("dense", {"rope_parameters": [1]}, "rope_parameters must be a section of fields, found [1]"),
+        ("dense", {"num_hidden_layers": 10**30, "layer_types": None}, "num_hidden_layers must be at most 10000"),
+        ("dense", {"mtp_num_hidden_layers": 10**30}, "mtp_num_hidden_layers must be at most 10000"),
         ("dense", {"mtp_num_hidden_layers": -1}, "mtp_num_hidden_layers must not be negative, found -1"),
         ("moe", {"num_experts": 0}, "num_experts must be positive, found 0"),
         ("moe", {"num_experts": 3, "num_experts_per_tok": 4}, "num_experts_per_tok 4 is more than num_experts 3"),

@@ -219,6 +219,26 @@ def test_saving_over_a_file(model: Any, spec_of: Any, tmp_path: Path) -> None:
         save_model(model, spec_of(model.config), tmp_path / "x")
 
 
+def test_what_cannot_be_a_file_is_refused_first(model: Any, spec_of: Any, tmp_path: Path) -> None:
+    """Nothing is written where one of the names is a directory, the parent a file, or a tensor without values."""
+    spec = spec_of(model.config)
+    (tmp_path / "x").write_text("")
+    for name in ("config.json", "vocab.txt"):
+        (tmp_path / "taken" / name).mkdir(parents=True)
+        with pytest.raises(params.CheckpointError, match=f"{name} would be files and are directories there"):
+            save_model(model, spec, tmp_path / "taken", beside={"vocab.txt": b""})
+        assert [path.name for path in (tmp_path / "taken").iterdir()] == [name]
+        (tmp_path / "taken" / name).rmdir()
+    with pytest.raises(params.CheckpointError, match=r"cannot be written: .*Not a directory"):
+        save_model(model, spec, tmp_path / "x" / "y")
+    empty = params.init(spec, device="meta")
+    with pytest.raises(
+        params.CheckpointError, match=r"meta device have no values to save: model\.embed_tokens\.weight"
+    ):
+        params.save(empty, tmp_path / "meta", spec, NAMES, model.config.to_dict())
+    assert not (tmp_path / "meta").exists()
+
+
 def test_a_leaf_in_another_memory_order(oracle: Any, spec_of: Any, tmp_path: Path) -> None:
     """Leaves that are not contiguous are saved by value."""
     model = oracle("moe")

@@ -14,7 +14,7 @@ from torch import Tensor
 import funcmodels as fm
 import params
 from funcmodels.speculative import kept_tokens
-from tests.oracle import mtp
+from tests.oracle import kimi_linear, mtp
 from tests.oracle.mtp import MtpPair
 from tests.oracle.states import advance, refuses
 from tests.speculation.rounds import GREEDY
@@ -144,6 +144,11 @@ MISUSES: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
     "a model without a head": (
         lambda c: fm.draft(fm.build({**c.one.model.config_json, "mtp_num_hidden_layers": 0}), "mtp"), ValueError,
         "draft: this model has no mtp head",
+    ),
+    "a model of a family without heads": (
+        lambda c: fm.draft(fm.build({**kimi_linear.sizes("grouped", 0), "model_type": "kimi_linear"}), "mtp"),
+        ValueError,
+        "draft: models of type 'kimi_linear' have no mtp head; give the directory of a block draft, or 'none'",
     ),
 }  # fmt: skip
 
