@@ -16,13 +16,17 @@ from tests.sharding.launch import launch
 pytestmark = pytest.mark.plain
 NEAR = 3e-5
 """Sums of float32 in another order, in units of the largest value."""
-SIZES = {2: tuple(KINDS), 4: ("qwen_moe", "kimi_linear")}
+SIZES = [
+    pytest.param(2, tuple(KINDS), id="2"),
+    pytest.param(4, ("qwen_moe", "kimi_linear"), id="4"),
+    pytest.param(4, tuple(KINDS), id="4-every-family", marks=pytest.mark.sweep),
+]
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_ranks_together_are_the_whole_model(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "kinds"), SIZES)
+def test_ranks_together_are_the_whole_model(size: int, kinds: tuple[str, ...], tmp_path: Path) -> None:
     """Over prompts, idle rows, decoding and a verified window, in a captured step, greedy and sampled generation."""
-    for code, said in launch(size, ["-m", "tests.sharding.worker", str(tmp_path), *SIZES[size]]):
+    for code, said in launch(size, ["-m", "tests.sharding.worker", str(tmp_path), *kinds]):
         assert code == 0, said
     first, *others = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size))
     assert all(other == first for other in others), "ranks differ, so that they could sample different tokens"
