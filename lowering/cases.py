@@ -115,6 +115,7 @@ ROWS = (
 VERIFY = Rows("verify", (4, 4, 4), (5, 2, 0))
 PROMPT = Rows("prompt_512", (512,), (0,))
 DECODE_8 = Rows("decode_8", (1,) * 8, (400,) * 8)
+VERIFY_8 = Rows("verify_8", (4,) * 8, (400,) * 8)
 DECODE_1 = Rows("decode_1", (1,), (400,))
 BLOCK = Rows("block", (7, 7, 7), (5, 0, 140))
 BLOCK_512 = Rows("block_512", (7,) * 8, (512,) * 8)
@@ -754,6 +755,10 @@ def _linear_attention() -> list[Case]:
         made.append(Case("gated_delta_rule", rows.name, wide, 512, bench=True))
         by_channel = delta(rows, 16, 16, 128, 128, state=True, keep_steps=False, channels=True)
         made.append(Case("gated_delta_rule", f"{rows.name}_channels", by_channel, 512, bench=True))
+    for channels in (False, True):
+        window = delta(VERIFY_8, 16, 16, 128, 128, state=True, keep_steps=True, channels=channels)
+        name = f"{VERIFY_8.name}_keep" + ("_channels" if channels else "")
+        made.append(Case("gated_delta_rule", name, window, 512, bench=True))
     made.append(Case("gated_delta_rule", "decode_8_faded", faded(DECODE_8, 16, 128), 512, bench=True))
     made.append(Case("l2_norm", "heads", lambda draw: ((draw.normal(5, 16, 128),), {"scale": 128**-0.5}), 128))
     made.append(Case("l2_norm", "awkward", lambda draw: ((draw.normal(3, 7),), {}), 7))
