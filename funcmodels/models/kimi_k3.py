@@ -1,7 +1,7 @@
 """Kimi-K3: delta attention beside gated latent attention without rope, experts in a latent, and attention residuals.
 
 Text model. In place of a residual stream each sublayer reads a mean of sums of the outputs before it; see
-`funcmodels.blocks.attention_residual`.
+`funcmodels.blocks.attention_residual`. The state is Kimi Linear's.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 from lowering import ops
 from params.tree import tree, unchecked
 
-from ..attention.gated_delta import DeltaNetState, delta_net_state
+from ..attention.gated_delta import DeltaNetState
 from ..attention.kimi_delta import KimiDelta, kimi_delta, kimi_delta_spec
-from ..attention.mla import LatentAttention, LatentPages, latent_attention, latent_attention_spec, latent_pages
+from ..attention.mla import LatentAttention, LatentPages, latent_attention, latent_attention_spec
 from ..batch import Batch
 from ..blocks.attention_residual import AttentionResidual, attention_residual, attention_residual_spec
 from ..blocks.linear import Embedding, Linear, Norm, embedding_spec, head_spec, linear_spec, norm_spec
@@ -36,6 +36,7 @@ from ..output import LogitsOf, Output, Taps, head_logits
 from ..state import Entry, State
 from ..step import Step, begin, finish
 from .kimi_k3_config import DELTA_NORM_EPS, KimiK3Config, is_kimi_k3, read_config
+from .kimi_linear import init_entries, tap_names
 
 __all__ = ["KimiK3Config", "KimiK3Params", "forward", "init_entries", "is_kimi_k3", "param_spec", "read_config"]
 
@@ -122,22 +123,6 @@ def _feed_forward_spec(config: KimiK3Config, index: int) -> Mlp | LatentMoe:
     )
 
 
-def init_entries(
-    config: KimiK3Config, rows: int, pages: int, page_size: int,
-    dtype: torch.dtype, recurrent_dtype: torch.dtype, device: torch.device, layout: str | None = None,
-) -> tuple[Entry, ...]:  # fmt: skip
-    """One empty entry a layer."""
-    heads, dim = config.linear_num_heads, config.linear_head_dim
-    sizes = (heads, heads, dim, dim, config.linear_conv_kernel_dim)
-    widths = config.kv_lora_rank, config.qk_rope_head_dim
-    return tuple(
-        delta_net_state(rows, *sizes, dtype, recurrent_dtype, device)
-        if config.is_linear(index)
-        else latent_pages(pages, page_size, *widths, dtype, device, layout)
-        for index in range(config.num_hidden_layers)
-    )
-
-
 def forward(
     config: KimiK3Config,
     params: KimiK3Params,
@@ -152,7 +137,7 @@ def forward(
 
     There is no stream after a layer: `layers.3` is what the layer behind it, or the head, reads of all sums.
     """
-    taps = Taps(outputs, _tap_names(config))
+    taps = Taps(outputs, tap_names(config))
     step = begin(state, batch, keep_steps)
     eps = config.rms_norm_eps
     entries: list[Entry | None] = []
@@ -175,12 +160,6 @@ def forward(
         entries.append(entry)
     normed = ops.rms_norm(x, params.norm.weight, eps=eps)
     return Output(head_logits(normed, params.head.weight, step, logits), normed, taps.taken()), finish(step, entries)
-
-
-def _tap_names(config: KimiK3Config) -> list[str]:
-    layers = range(config.num_hidden_layers)
-    routed = [f"layers.{index}.router" for index in layers if config.is_sparse(index)]
-    return [f"layers.{index}" for index in layers] + routed
 
 
 def _attend(

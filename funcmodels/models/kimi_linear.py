@@ -132,7 +132,7 @@ def forward(
     keep_steps: bool = False,
 ) -> tuple[Output, State | None]:
     """Logits and final hidden of the batch's tokens, and the state that holds them too. See `Model.forward`."""
-    taps = Taps(outputs, _tap_names(config))
+    taps = Taps(outputs, tap_names(config))
     step = begin(state, batch, keep_steps)
     eps = config.rms_norm_eps
     entries: list[Entry | None] = []
@@ -150,7 +150,8 @@ def forward(
     return Output(found, normed, taps.taken()), finish(step, entries)
 
 
-def _tap_names(config: KimiLinearConfig) -> list[str]:
+def tap_names(config: KimiLinearConfig) -> list[str]:
+    """The values that `forward` can be asked for."""
     layers = range(config.num_hidden_layers)
     routed = [f"layers.{index}.router" for index in layers if config.is_sparse(index)]
     return [f"layers.{index}" for index in layers] + routed

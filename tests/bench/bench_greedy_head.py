@@ -19,12 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
+import funcmodels as fm
 import lowering
 from lowering import Policy, ops
 from lowering.ops.greedy import own_logits
 from lowering.stages import flops
-from params.sharding import Ranks, Vocabulary
+from params.sharding import Vocabulary
 from params.shards import VocabularyWeight
 from params.tree import size
 from tests.bench.timing import best
@@ -55,7 +57,7 @@ def one_rank(dtype: torch.dtype, hidden: int) -> None:
     """Make the rank's weights, and measure."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    ranks = fm.ranks_of(init_device_mesh("cpu", (dist.get_world_size(),)))
     draw = torch.Generator().manual_seed(0)
     head, w1, w2 = (torch.randn(VOCAB, width, generator=draw).to(dtype) / width**0.5 for width in (hidden, RANK, RANK))
     cut = Vocabulary().cut(head.shape, ranks)

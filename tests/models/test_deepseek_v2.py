@@ -27,6 +27,7 @@ from tests.oracle.families import (
     check_drawn_drafts,
     check_one_leaf,
     check_shared_prefix,
+    check_unread_places,
     close,
     loss_of,
     schedules,
@@ -35,7 +36,7 @@ from tests.oracle.families import (
 )
 from tests.oracle.qwen3_5 import Pair, tokens
 from tests.oracle.qwen3_5 import pair as dense
-from tests.oracle.states import advance, assert_rows_close, per_row, poison, refuses, run_schedule
+from tests.oracle.states import advance, assert_rows_close, per_row, refuses, run_schedule
 from tests.tolerances import assert_close
 
 KERNELS = ("torch", "torch_absorbed_rows", "torch_absorbed", "torch_concat", "torch_two_pass")
@@ -308,24 +309,10 @@ def test_the_target_chooses_the_layout() -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("counts", [(3, 0, 1, 8), (1, 1, 1, 1), (0, 0, 9, 0)], ids=str)
 def test_padding_and_unread_places_may_hold_nan(layout: str, kernel: str, counts: tuple[int, ...]) -> None:
-    """Pasts of 0 and of one token below, at and above a page's end; padding tokens are embedded as NaN."""
     one = pair("full", 0, tiled=True)
-    pasts, bad = (7, 0, 8, 9), one.config.vocab_size - 1
-    ids = [[token % bad for token in row] for row in tokens(one, *(p + c for p, c in zip(pasts, counts, strict=True)))]
-    broken = one.params.embed.weight.clone()
-    broken[bad] = torch.nan
-    spoiled = replace(one, params=params.put(one.params, "embed.weight", broken))
-    fed = [row[past:] for row, past in zip(ids, pasts, strict=True)]
-    before = [row[:past] for row, past in zip(ids, pasts, strict=True)]
-    _, state = advance(one, one.model.init_state(4, 32, page_size=8, layout=layout), before)
-    clean, expected = advance(one, params.map(torch.clone, state), fed)
-    dirty = poison(state)
-    batch = fm.Batch.from_lists(fed, dirty).pad(sum(counts) + 5)
-    batch = replace(batch, tokens=batch.tokens.index_fill(0, torch.arange(sum(counts), sum(counts) + 5), bad))
-    with lowering.use(mla_prefix_attention=kernel):
-        out, after = spoiled.model.forward(spoiled.params, dirty, batch)
-    close(out.logits[: sum(counts)], clean.logits)
-    assert_rows_close(after, expected)
+    check_unread_places(
+        one, one.model.init_state(4, 32, page_size=8, layout=layout), counts, mla_prefix_attention=kernel
+    )
 
 
 def test_a_batch_without_counts_on_the_host() -> None:

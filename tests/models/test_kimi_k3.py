@@ -33,11 +33,12 @@ from tests.oracle.families import (
     check_one_leaf,
     check_per_example,
     check_stacked,
+    check_unread_places,
     close,
 )
 from tests.oracle.kimi_k3 import build, pair, random_tensors, sizes
 from tests.oracle.qwen3_5 import Pair, tokens
-from tests.oracle.states import advance, assert_rows_close, per_row, poison, run_schedule
+from tests.oracle.states import advance, assert_rows_close, per_row, run_schedule
 
 REFERENCES: dict[str, Any] = dict.fromkeys(
     ("mla_prefix_attention", "attention", "gated_delta_rule", "experts", "attention_residual"), "torch"
@@ -133,24 +134,10 @@ def test_layouts_are_bitwise_equal() -> None:
 @pytest.mark.parametrize(("layout", "references"), [("nd", False), ("nz", True)])
 @pytest.mark.parametrize("counts", [(3, 0, 1, 8), (1, 1, 1, 1)], ids=str)
 def test_padding_and_unread_places_may_hold_nan(layout: str, references: bool, counts: tuple[int, ...]) -> None:
-    """Pasts of 0 and of one token below, at and above a page's end; padding tokens are embedded as NaN."""
     one = tiled(0)
-    pasts, bad = (7, 0, 8, 9), one.config.vocab_size - 1
-    ids = [[token % bad for token in row] for row in tokens(one, *(p + c for p, c in zip(pasts, counts, strict=True)))]
-    broken = one.params.embed.weight.clone()
-    broken[bad] = torch.nan
-    spoiled = replace(one, params=params.put(one.params, "embed.weight", broken))
-    fed = [row[past:] for row, past in zip(ids, pasts, strict=True)]
-    before = [row[:past] for row, past in zip(ids, pasts, strict=True)]
-    _, state = advance(one, empty(one, 4, 32, page_size=8, layout=layout), before)
-    clean, expected = advance(one, params.map(torch.clone, state), fed)
-    dirty = poison(state)
-    batch = fm.Batch.from_lists(fed, dirty).pad(sum(counts) + 5)
-    batch = replace(batch, tokens=batch.tokens.index_fill(0, torch.arange(sum(counts), sum(counts) + 5), bad))
-    with lowering.use(**(REFERENCES if references else {})):
-        out, after = spoiled.model.forward(spoiled.params, dirty, batch)
-    close(out.logits[: sum(counts)], clean.logits)
-    assert_rows_close(after, expected)
+    check_unread_places(
+        one, empty(one, 4, 32, page_size=8, layout=layout), counts, **(REFERENCES if references else {})
+    )
 
 
 # What a forward reads and returns

@@ -90,9 +90,9 @@ def layer_of(config: dict[str, Any], kind: str) -> int:
     return config["text_config"]["linear_attn_config"][kind][0] - 1
 
 
-CHANGES: dict[str, tuple[Callable[[dict[str, Any], Tensors], None], str]] = {
+CHANGES: dict[str, tuple[Callable[[dict[str, Any], Tensors], object], str]] = {
     "missing": (
-        lambda config, given: given.pop(f"{PREFIX}layers.1.block_sparse_moe.experts.3.w2.weight"),  # type: ignore[arg-type]
+        lambda config, given: given.pop(f"{PREFIX}layers.1.block_sparse_moe.experts.3.w2.weight"),
         r"missing \(1\):\n  model\.layers\.1\.block_sparse_moe\.experts\.3\.w2\.weight, for layers\.1\.mlp\.experts",
     ),
     "unknown": (

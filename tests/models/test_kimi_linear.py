@@ -29,6 +29,7 @@ from tests.oracle.families import (
     assert_bitwise,
     check_drawn_drafts,
     check_shared_prefix,
+    check_unread_places,
     close,
     loss_of,
     schedules,
@@ -306,24 +307,10 @@ def test_a_prefix_is_shared(layout: str) -> None:
 @pytest.mark.parametrize("references", [False, True], ids=["kernels", "references"])
 @pytest.mark.parametrize("counts", [(3, 0, 1, 8), (1, 1, 1, 1), (0, 0, 9, 0)], ids=str)
 def test_padding_and_unread_places_may_hold_nan(layout: str, references: bool, counts: tuple[int, ...]) -> None:
-    """Pasts of 0 and of one token below, at and above a page's end; padding tokens are embedded as NaN."""
     one = pair("grouped", 0, tiled=True)
-    pasts, bad = (7, 0, 8, 9), one.config.vocab_size - 1
-    ids = [[token % bad for token in row] for row in tokens(one, *(p + c for p, c in zip(pasts, counts, strict=True)))]
-    broken = one.params.embed.weight.clone()
-    broken[bad] = torch.nan
-    spoiled = replace(one, params=params.put(one.params, "embed.weight", broken))
-    fed = [row[past:] for row, past in zip(ids, pasts, strict=True)]
-    before = [row[:past] for row, past in zip(ids, pasts, strict=True)]
-    _, state = advance(one, one.model.init_state(4, 32, page_size=8, layout=layout), before)
-    clean, expected = advance(one, params.map(torch.clone, state), fed)
-    dirty = poison(state)
-    batch = fm.Batch.from_lists(fed, dirty).pad(sum(counts) + 5)
-    batch = replace(batch, tokens=batch.tokens.index_fill(0, torch.arange(sum(counts), sum(counts) + 5), bad))
-    with lowering.use(**(REFERENCES if references else {})):
-        out, after = spoiled.model.forward(spoiled.params, dirty, batch)
-    close(out.logits[: sum(counts)], clean.logits)
-    assert_rows_close(after, expected)
+    check_unread_places(
+        one, one.model.init_state(4, 32, page_size=8, layout=layout), counts, **(REFERENCES if references else {})
+    )
 
 
 def test_padding_leaves_kept_steps_alone() -> None:

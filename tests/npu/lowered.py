@@ -1,8 +1,13 @@
-"""A model's forwards over one schedule of prompts, decoding and a verified window, exactly and as lowered."""
+"""A model's forwards over one schedule of prompts, decoding and a verified window, exactly and as lowered.
+
+Lowered forwards are held to the Torch forward in float32: they may be `FURTHER` times as far from it as the Torch
+forward of their own dtype is.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +20,7 @@ PAGE = 128
 SCHEDULE = [[131, 20, 0], [0, 121, 3], [1, 1, 1], [4, 4, 4], [1, 1, 1], [9, 0, 140]]
 """New tokens of each row a forward: prompts, a chunk, decoding, a window to verify, an idle row, page boundaries."""
 VERIFY, ACCEPTED = 3, [4, 0, 2]
+FURTHER = 3.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,3 +63,11 @@ class Lowered:
 def usual(one: Lowered, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The exact outcome, and that of Torch in `dtype`."""
     return one.outcome(torch.float32, "nd"), one.outcome(dtype, "nd")
+
+
+def assert_near(lowered: Sequence[torch.Tensor], exact: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> None:
+    """Each of the `lowered` values is finite, and about as near to the `exact` one as the `plain` one is."""
+    for index, (x, z, y) in enumerate(zip(lowered, exact, plain, strict=True)):
+        assert torch.isfinite(x).all(), f"output {index} is not finite"
+        error, most = ((value - z).norm() / z.norm().clamp(min=1e-9) for value in (x, y))
+        assert error <= FURTHER * most + 1e-6, f"output {index}: {error:.2e} from float32, Torch {most:.2e}"

@@ -13,7 +13,8 @@ import params as trees
 from funcmodels.drafts import DSparkDraft, block_spec, read_config, with_context
 from lowering import npu_reference
 from lowering.target import ASCEND
-from tests.npu.test_models import CONFIGS, FURTHER, PAGE
+from tests.npu.lowered import assert_near
+from tests.npu.test_models import CONFIGS, PAGE
 
 DRAFT: dict[str, Any] = {
     "architectures": ["Qwen3DSparkModel"], "vocab_size": 160, "hidden_size": 192, "intermediate_size": 96,
@@ -65,6 +66,4 @@ def test_a_lowered_block_is_as_near_to_float32_as_torch_is(target: str) -> None:
         lowered = outcome(dtype)
     kernels = {row.op: row.kernel for row in report.rows}
     assert kernels["block_attention"] == "npu_fia_block" and kernels["paged_attention"] == "npu_fia_bsnd"
-    for index, (x, y, z) in enumerate(zip(lowered, plain, exact, strict=True)):
-        error, usual = ((value - z).norm() / z.norm() for value in (x, y))
-        assert error <= FURTHER * usual + 1e-6, f"output {index}: {error:.2e} from float32, Torch {usual:.2e}"
+    assert_near(lowered, exact, plain)

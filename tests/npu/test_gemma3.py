@@ -18,7 +18,7 @@ from lowering.target import ASCEND
 from tests.graphs.npu_double import Double
 from tests.graphs.npu_models import ROWS, Made, NpuTwins, on
 from tests.models.test_gemma3_config import PUBLISHED
-from tests.npu.test_models import FURTHER
+from tests.npu.lowered import assert_near
 
 PAGE = 128
 BASE: dict[str, Any] = {
@@ -77,10 +77,7 @@ def test_a_lowered_forward_is_as_near_to_float32_as_torch_is(target: str, made: 
         lowered = list(outcome(*made, torch.bfloat16))
     wide = made[0].config.head_dim == 256
     assert chosen(report, "paged_attention") == {"npu_fia_bsnd"} | (set() if wide else {"npu_fia_tnd"})
-    for index, (x, y, z) in enumerate(zip(lowered, plain, exact, strict=True)):
-        assert torch.isfinite(x).all(), f"output {index} is not finite"
-        error, usual = ((value - z).norm() / z.norm() for value in (x, y))
-        assert error <= FURTHER * usual + 1e-6, f"output {index}: {error:.2e} from float32, Torch {usual:.2e}"
+    assert_near(lowered, exact, plain)
 
 
 @torch.no_grad()

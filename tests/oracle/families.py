@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 
 import funcmodels as fm
+import lowering
 import params
 from tests.oracle.qwen3_5 import tokens
-from tests.oracle.states import ROUNDING, Ids, advance, per_row
+from tests.oracle.states import ROUNDING, Ids, advance, assert_rows_close, per_row, poison
 from tests.tolerances import assert_close
 
 
@@ -198,3 +200,26 @@ def check_shared_prefix(one: Any, run: Callable[..., Any], layout: str) -> None:
     close(out.logits[0], run(one, [*prefix, *tails[2], 3]).logits[-1])
     close(out.logits[1:3], run(one, [4, 5]).logits)
     fm.release(state)
+
+
+def check_unread_places(one: Any, empty: fm.State, counts: Sequence[int], **kernels: Any) -> None:
+    """What a forward of `counts` new tokens may not read holds NaN, and padding tokens are embedded as NaN.
+
+    `empty` has four rows and pages of eight tokens: pasts are 0, and one token below, at and above a page's end.
+    `kernels` are asked for by name.
+    """
+    pasts, bad = (7, 0, 8, 9), one.config.vocab_size - 1
+    ids = [[token % bad for token in row] for row in tokens(one, *(p + c for p, c in zip(pasts, counts, strict=True)))]
+    broken = one.params.embed.weight.clone()
+    broken[bad] = torch.nan
+    spoiled = params.put(one.params, "embed.weight", broken)
+    fed = [row[past:] for row, past in zip(ids, pasts, strict=True)]
+    _, state = advance(one, empty, [row[:past] for row, past in zip(ids, pasts, strict=True)])
+    clean, expected = advance(one, params.map(torch.clone, state), fed)
+    dirty, count = poison(state), sum(counts)
+    batch = fm.Batch.from_lists(fed, dirty).pad(count + 5)
+    batch = replace(batch, tokens=batch.tokens.index_fill(0, torch.arange(count, count + 5), bad))
+    with lowering.use(**kernels):
+        out, after = one.model.forward(spoiled, dirty, batch)
+    close(out.logits[:count], clean.logits)
+    assert_rows_close(after, expected)
