@@ -32,13 +32,13 @@ class Lowered:
 
     @staticmethod
     def of(config: dict[str, Any]) -> Lowered:
-        """The model of a config, with every parameter random, the same each time."""
+        """The model of a config, with every parameter random, the same each time, and heads that can be told apart."""
         model, draw = fm.build(config), torch.Generator().manual_seed(2)
 
         def random(leaf: torch.Tensor) -> torch.Tensor:
             return torch.randn(leaf.shape, generator=draw) * leaf.shape[-1] ** -0.5
 
-        return Lowered(model, trees.map(random, model.init_params()))
+        return Lowered(model, _sharp(trees.map(random, model.init_params())))
 
     def typed(self, dtype: torch.dtype) -> Any:
         """The parameters in `dtype`, but for those that the spec pins."""
@@ -57,6 +57,16 @@ class Lowered:
             found.append(out.logits)
         found += [value for row in range(3) for value in fm.logical(state, row).values()]
         return [value.float() for value in found]
+
+
+def _sharp(params: Any) -> Any:
+    """With latent attention that sees few places, and counts: a mean of hundreds would hide heads that are mixed up."""
+    leaves = dict(trees.items(params))
+    for root in (path.removesuffix(".latent_norm.weight") for path in leaves if path.endswith(".latent_norm.weight")):
+        queries = f"{root}.q_up.weight" if f"{root}.q_up.weight" in leaves else f"{root}.down.weight"
+        for leaf, factor in ((queries, 6), (f"{root}.out.weight", 8)):
+            params = trees.put(params, leaf, leaves[leaf] * factor)
+    return params
 
 
 @functools.cache
