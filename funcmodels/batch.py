@@ -42,6 +42,11 @@ class Batch:
         """Number of rows, idle ones included."""
         return self.query_start.shape[0] - 1
 
+    @property
+    def counted(self) -> bool:
+        """Whether the host knows each row's count."""
+        return self.uniform or bool(self.counts)
+
     @staticmethod
     def from_lists(
         lists: Sequence[Sequence[int]],
@@ -110,7 +115,7 @@ class Batch:
 
     def host_facts(self) -> tuple[bool, ...]:
         """Whether the counts are known, which a choice of kernel may depend on."""
-        return (self.uniform or bool(self.counts),)
+        return (self.counted,)
 
     def without_host(self) -> Batch:
         """The batch without its counts."""

@@ -6,8 +6,9 @@ the function's arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -20,7 +21,17 @@ from .output import LogitsOf, Output, cut
 from .rows import reserve
 from .sampling import DraftNoise
 from .speculative import Carry, Proposal, joined_params, kept_tokens, outputs_for, places_ahead
-from .state import State, check_usable, committed_host, grown_host, known, replayed
+from .state import (
+    State,
+    check_fresh,
+    check_usable,
+    claim,
+    committed_host,
+    grown_host,
+    known,
+    new_version,
+    replayed,
+)
 from .step import check_layout, ready
 
 Fit = Callable[[Batch], Batch]
@@ -34,13 +45,13 @@ def forward_on_host(
     check_layout(batch)
     tokens = batch.tokens.shape[0]
     padded = fit(batch)
-    state, after = _forward(state, batch, keep_steps)
+    state, after, before = _forward(state, batch, keep_steps)
 
     def completed(result: tuple[Output, State | None]) -> tuple[Output, State | None]:
         out, new = result
         return cut(out, tokens, logits), after(new)
 
-    return HostSide({"state": state, "batch": padded}, completed)
+    return HostSide({"state": state, "batch": padded}, completed, before)
 
 
 def extend_on_host(
@@ -52,7 +63,7 @@ def extend_on_host(
     padded = fit(batch)
     extra = padded.tokens.shape[0] - batch.tokens.shape[0]
     hidden = _padded(out.hidden, extra)
-    ready_state, after = _forward(state, batch, keep_steps=True)
+    ready_state, after, before = _forward(state, batch, keep_steps=True)
 
     def completed(result: tuple[State, Carry]) -> tuple[State, Carry]:
         new, carry = result
@@ -63,7 +74,7 @@ def extend_on_host(
     taps = {name: _padded(out.extra[name], extra) for name in outputs_for(draft) if name in out.extra}
     given = {"out": Output(hidden[:0], hidden, taps), "next_tokens": _padded(next_tokens.reshape(-1), extra, -1)}
     given |= {"params": joined_params(draft, params)}
-    return HostSide(given | {"state": ready_state, "batch": padded}, completed)
+    return HostSide(given | {"state": ready_state, "batch": padded}, completed, before)
 
 
 def propose_on_host(
@@ -71,25 +82,36 @@ def propose_on_host(
     **rest: Any,
 ) -> HostSide:  # fmt: skip
     """That of a draft's `propose`."""
-    check_usable(state)
-    ahead = [places_ahead(draft, steps)] * state.rows
-    check_room(state, ahead)
-    state = reserve(state, ahead)
+    ahead = (places_ahead(draft, steps),) * state.rows
+    state = with_room(state, ahead)
 
     def completed(result: tuple[Proposal, State]) -> tuple[Proposal, State]:
         proposal, new = result
         return proposal, replace(new, host=replayed(state.host))
 
-    return HostSide({"params": joined_params(draft, params), "state": state}, completed)
+    before = partial(claim, state.host, ahead, new_version(state.host))
+    return HostSide({"params": joined_params(draft, params), "state": state}, completed, before)
 
 
-def _forward(state: State | None, batch: Batch, keep_steps: bool) -> tuple[State | None, Callable[[Any], Any]]:
-    """The state with pages for the batch, and what puts the new state's host part in place."""
+def with_room(state: State, most: Sequence[int]) -> State:
+    """The state, checked to be usable, with pages for `most` more tokens a row."""
+    check_usable(state)
+    check_room(state, most)
+    check_fresh(state)
+    return reserve(state, most)
+
+
+def _forward(
+    state: State | None, batch: Batch, keep_steps: bool
+) -> tuple[State | None, Callable[[Any], Any], Callable[[], None]]:
+    """The state with pages for the batch, what puts the new state's host part in place, and what notes the writing."""
     if state is None:
-        return None, lambda new: new
-    state, counts = ready(state, batch, keep_steps)
-    host = grown_host(state.host, counts, keep_steps)
-    return state, lambda new: replace(new, host=replayed(host))
+        return None, lambda new: new, lambda: None
+    state, growth = ready(state, batch, keep_steps)
+    version = new_version(state.host)
+    host = grown_host(state.host, growth, version, keep_steps)
+    before = partial(claim, state.host, growth.most, version)
+    return state, lambda new: replace(new, host=replayed(host)), before
 
 
 def _padded(x: Tensor, extra: int, value: float = 0) -> Tensor:

@@ -8,8 +8,12 @@ return to the pool.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from lowering.host import HostInt
 
 from .errors import OutOfPages
 
@@ -72,13 +76,65 @@ class PagePool:
                 heapq.heappush(self._free, page)
 
 
+@dataclass(eq=False)
+class Version:
+    """One version of a state, as its leases know it.
+
+    `epochs[r]` counts the overwritings that row r's lease had seen when the row's newest tokens were written. Versions
+    with the same `extent` have the same length in each lease, whether the host knows it or only bounds of it.
+    """
+
+    epochs: tuple[int, ...]
+    extent: object = field(default_factory=object)
+
+
+class Overwriting(NamedTuple):
+    """What stood from `least` on (from `most` at the latest) was written anew, by a row of length `extent`."""
+
+    epoch: int
+    least: HostInt
+    most: HostInt
+    extent: object
+
+
 class Lease:
-    """The pages of one row, in order. Grows as the row does; ends once."""
+    """The pages of one row, in order. Grows as the row does; ends once.
+
+    Versions of a state write to the same pages, each from its own length on. `overwritings` are those writes that went
+    over tokens of another version and that the newest write stands on. Their places never fall from one to the next, so
+    a row still is what it was when the first one after its epoch lies at or past its length.
+    """
 
     def __init__(self, pool: PagePool, pages: Sequence[int] = ()) -> None:
         self.pool = pool
         self.pages = tuple(pages)
         self.ended = False
+        self.epoch = 0
+        self.overwritings: list[Overwriting] = []
+        self._newest: object = None
+
+    def holds(self, epoch: int, length: HostInt, extent: object) -> bool:
+        """Whether the first `length` tokens are still those that a row of this `epoch` was built from.
+
+        Where the host has only bounds of a length, `length` is the upper one: what may be gone counts as gone.
+        """
+        if epoch == self.epoch:
+            return True
+        after = bisect_right(self.overwritings, epoch, key=lambda over: over.epoch)
+        first = self.overwritings[after]
+        return first.extent is extent or first.least >= length
+
+    def write(self, epoch: int, least: HostInt, most: HostInt, extent: object, new: object) -> int:
+        """Note that tokens are written behind a row's `least` to `most`, which makes its extent `new`; its new epoch."""
+        linear = self._newest is None or self._newest is extent
+        self._newest = new
+        if linear:
+            return self.epoch
+        while self.overwritings and _is_covered(self.overwritings[-1], epoch, least, most):
+            self.overwritings.pop()
+        self.epoch += 1
+        self.overwritings.append(Overwriting(self.epoch, least, most, extent))
+        return self.epoch
 
     def end(self) -> None:
         """Return the pages. A second call does nothing."""
@@ -100,3 +156,8 @@ class Lease:
 
     def __del__(self) -> None:
         self.end()
+
+
+def _is_covered(over: Overwriting, epoch: int, least: HostInt, most: HostInt) -> bool:
+    """Whether a write by a row of `epoch` undoes an overwriting that it does not stand on, or begins at its place."""
+    return over.epoch > epoch or least == most <= over.least == over.most

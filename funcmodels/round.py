@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,11 @@ from torch import Tensor
 
 from lowering import HostSide, host_side
 
-from .batch import check_room
+from .host_sides import with_room
 from .model import Model
-from .rows import reserve
 from .sampling import CoupledNoise, DraftNoise, RowSampling, TokenCounts
 from .speculative import Carry, Draft, Verdict, joined_params, model_params, outputs_for, places_ahead, verify
-from .state import Host, State, check_fresh, check_usable, commit, committed_host, grown_host, known
+from .state import Growth, Host, State, claim, commit, committed_host, grown_host, known, new_version
 
 
 def _run_on_host(
@@ -33,8 +33,12 @@ def _run_on_host(
     **rest: Any,
 ) -> HostSide:  # fmt: skip
     """What the host does where a captured round replays: pages for the windows of both states, and their lengths."""
-    state, host = _with_window(state, steps + 1)
-    drafted, drafted_host = _with_window(drafted, steps + 1, places_ahead(round.draft, steps))
+    state, host, begin = _with_window(state, steps + 1)
+    drafted, drafted_host, begin_draft = _with_window(drafted, steps + 1, places_ahead(round.draft, steps))
+
+    def before() -> None:
+        begin()
+        begin_draft()
 
     def completed(result: tuple[Verdict, State, State, Carry]) -> tuple[Verdict, State, State, Carry]:
         verdict, new, drafted, carry = result
@@ -43,18 +47,19 @@ def _run_on_host(
         return verdict, new, replace(drafted, host=committed_host(drafted_host, accepted)), carry
 
     both = joined_params(round.draft, params)
-    return HostSide({"params": both, "state": state, "drafted": drafted}, completed)
+    return HostSide({"params": both, "state": state, "drafted": drafted}, completed, before)
 
 
-def _with_window(state: State, width: int, ahead: int = 0) -> tuple[State, Host]:
-    """The state with pages for `width` more tokens a row, or for what is written `ahead`; and its host's part then."""
+def _with_window(state: State, width: int, ahead: int = 0) -> tuple[State, Host, Callable[[], None]]:
+    """The state with pages for `width` more tokens a row, or for what is written `ahead`; its host's part then.
+
+    And what notes the writing.
+    """
     counts = (width,) * state.rows
-    most = [max(width, ahead)] * state.rows
-    check_usable(state)
-    check_room(state, most)
-    check_fresh(state)
-    state = reserve(state, most)
-    return state, grown_host(state.host, counts, keep=True)
+    state = with_room(state, [max(width, ahead)] * state.rows)
+    version = new_version(state.host)
+    grown = grown_host(state.host, Growth(counts, counts), version, keep=True)
+    return state, grown, partial(claim, state.host, counts, version)
 
 
 @dataclass(frozen=True)

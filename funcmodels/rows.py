@@ -11,11 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lowering.host import HostInt, tracing
+from lowering.host import HostInt, valueless
 from params.tree import map
 
 from .pages import Lease, PagePool
-from .state import Appended, Entry, Host, State, check_fresh, check_rows, check_usable, page_table
+from .state import Appended, Entry, Host, State, check_fresh, check_rows, check_usable, page_table, version_in
 
 Copies = list[tuple[int, int]]
 """Pairs of page ids: from, to."""
@@ -27,7 +27,7 @@ def reserve(state: State, counts: Sequence[HostInt]) -> State:
     A page that another lease shares (a fork's) is never written: the row first gets a copy of it. While tracing
     nothing is taken: a trace reads the page table, and what runs it reserves before.
     """
-    if tracing():
+    if valueless(state.lengths):
         return state
     host = state.host
     need = [-(-(length + count) // state.page_size) for length, count in zip(host.lengths, counts, strict=True)]
@@ -70,7 +70,8 @@ def _grown(state: State, kept: Sequence[int | None], need: Sequence[int], more: 
         copies += zip(held[first:filled], fresh, strict=False)
     if copies:
         state = _map_appended(state, lambda pages: _copied(pages, pages, copies))
-    return replace(state, host=replace(host, leases=tuple(leases)))
+    version = version_in(leases, host, range(state.rows))
+    return replace(state, host=replace(host, leases=tuple(leases), version=version))
 
 
 def fork(state: State, rows: Sequence[int] | None = None) -> State:
@@ -80,9 +81,9 @@ def fork(state: State, rows: Sequence[int] | None = None) -> State:
     its pages, the copies get a pool of their own. Reads the rows' lengths from the device.
     """
     check_usable(state)
-    check_fresh(state)
     rows = list(range(state.rows) if rows is None else rows)
     check_rows("fork", state, rows)
+    check_fresh(state, rows)
     held = state.lengths.tolist()
     lengths = [held[row] for row in rows]
     if state.host.leases[0].pool.owned:
@@ -98,11 +99,12 @@ def fork_into(state: State, rows: Sequence[int], source: State, row: int) -> Sta
     `source` is `state` itself, or a fork of its rows: both lie in one shared pool (`ValueError` if not), so full pages
     are shared and a partly filled one is copied. Reads the copied row's length from the device.
     """
-    for one in (state, source):
-        check_usable(one)
-        check_fresh(one)
+    check_usable(state)
+    check_usable(source)
     check_rows("fork_into", state, rows)
     check_rows("fork_into", source, [row])
+    check_fresh(state, [kept for kept in range(state.rows) if kept not in rows])
+    check_fresh(source, [row])
     if len(set(rows)) < len(rows):
         raise ValueError(f"fork_into: rows {list(rows)} name a row twice")
     pool = state.host.leases[0].pool
@@ -142,7 +144,9 @@ def _put_rows(state: State, leases: Mapping[int, Lease], source: State, row: int
         page_table=page_table(held, state.page_table.shape[1], device),
         layers=tuple(put_entry(*pair) for pair in zip(state.layers, source.layers, strict=True)),
         log=log,
-        host=Host(lengths, held, tuple(len(lease.pages) for lease in held), least),
+        host=Host(
+            lengths, held, tuple(len(lease.pages) for lease in held), least, version_in(held, host, range(state.rows))
+        ),
     )
 
 
@@ -192,9 +196,9 @@ def select(state: State, rows: Sequence[int]) -> State:
     Where every row owns its pages and too few are free for the empty rows, all rows are copied to a larger pool.
     """
     check_usable(state)
-    check_fresh(state)
     rows = list(rows)
     check_rows("select", state, rows, least=-1)
+    check_fresh(state, rows)
     live = [row for row in rows if row >= 0]
     if len(set(live)) < len(live):
         raise ValueError(
@@ -260,7 +264,10 @@ def _take_rows(
         page_table=page_table(leases, state.page_table.shape[1], device),
         layers=tuple(pick(entry) for entry in state.layers),
         log=log,
-        host=Host(tuple(lengths), leases, tuple(len(x.pages) for x in leases), tuple(least)),
+        host=Host(
+            tuple(lengths), leases, tuple(len(x.pages) for x in leases), tuple(least),
+            version_in(leases, state.host, rows),
+        ),  # fmt: skip
     )
 
 

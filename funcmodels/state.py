@@ -11,7 +11,7 @@ import abc
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -19,13 +19,16 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lowering import HostSide, host_side
-from lowering.host import HostInt, HostLengths, known_equal, symbolic, tracing
+from lowering.host import HostInt, HostLengths, known_equal, symbolic, valueless
 from lowering.layouts import Pages
 from params.tree import dotted, leaves, num_bytes, off_tree, size, static, tree, unchecked
 
 from .errors import StaleStateError, StateError
-from .pages import Lease, PagePool
+from .pages import Lease, PagePool, Version
 from .token_log import TokenLog, stale_rows
+
+if TYPE_CHECKING:
+    from .batch import Batch
 
 E = TypeVar("E", bound="Recurrent")
 
@@ -62,6 +65,19 @@ class Buffers:
     instead: str = "use the state that replaced it"
 
 
+class Growth(NamedTuple):
+    """Each row's new tokens: at most `most`, at least `least`. Equal where the host knows the counts."""
+
+    most: tuple[HostInt, ...]
+    least: tuple[HostInt, ...]
+
+    @classmethod
+    def of(cls, batch: Batch) -> Growth:
+        """That by a batch, whose rows may get fewer than `max_query` tokens, down to none, where it does not say."""
+        most = batch.counts or (batch.max_query,) * batch.rows
+        return cls(most, most if batch.counted else (0,) * batch.rows)
+
+
 @dataclass
 class Host:
     """What the host knows of one version of a state: rows hold at least `least` and at most `lengths` tokens.
@@ -74,7 +90,8 @@ class Host:
     leases: tuple[Lease, ...]
     in_table: tuple[int, ...]
     least: tuple[HostInt, ...]
-    pending: tuple[HostInt, ...] | None = None
+    version: Version
+    pending: Growth | None = None
     used: str | None = None
     buffers: Buffers = field(default_factory=Buffers)
 
@@ -167,7 +184,7 @@ def empty(
         lengths=torch.zeros(rows, dtype=torch.int32, device=device),
         page_table=page_table(leases, each, device),
         layers=layers, pending=None, log=log, page_size=page_size, max_len=max_len, vocab=vocab,
-        host=Host((0,) * rows, leases, tuple(len(lease.pages) for lease in leases), least=(0,) * rows),
+        host=Host((0,) * rows, leases, tuple(len(lease.pages) for lease in leases), (0,) * rows, Version((0,) * rows)),
     )  # fmt: skip
 
 
@@ -218,16 +235,52 @@ def check_unused(state: State) -> None:
         raise StateError(f"this state was {how} and cannot be used again; {state.host.buffers.instead}")
 
 
-def check_fresh(state: State) -> None:
-    """`StaleStateError` naming the first stale row of a checked state (a host read; left out while tracing)."""
-    if state.log is None or tracing():
+def check_fresh(state: State, rows: Sequence[int] | None = None) -> None:
+    """`StaleStateError` naming the first stale one of `rows` (all by default); left out while tracing.
+
+    From what the host knows of the leases' writes. Of a checked state the tokens are looked up too (a host read).
+    """
+    if valueless(state.lengths):
         return
-    for row, stale in enumerate(stale_rows(state.log, state.page_table, state.lengths).tolist()):
-        if stale:
+    for row in sorted({*overwritten_rows(state), *(_changed_rows(state) if state.log is not None else ())}):
+        if rows is None or row in rows:
             raise StaleStateError(
                 f"row {row} of this state is stale: another continuation of the same state has overwritten its newest "
                 "tokens; fork(state) before continuing it twice"
             )
+
+
+def overwritten_rows(state: State) -> list[int]:
+    """The rows some of whose tokens another continuation has overwritten, by what the host knows."""
+    host = state.host
+    known = zip(host.leases, host.version.epochs, host.lengths, strict=True)
+    extent = host.version.extent
+    return [row for row, (lease, epoch, length) in enumerate(known) if not lease.holds(epoch, length, extent)]
+
+
+def _changed_rows(state: State) -> list[int]:
+    """The rows of a checked state whose slots hold other tokens than they were built from."""
+    assert state.log is not None
+    changed = stale_rows(state.log, state.page_table, state.lengths).tolist()
+    return [row for row, stale in enumerate(changed) if stale]
+
+
+def new_version(host: Host) -> Version:
+    """That of a state grown from the one with this host; `claim` says when it is written."""
+    return Version(host.version.epochs)
+
+
+def claim(host: Host, most: Sequence[HostInt], new: Version) -> None:
+    """Note in the leases that up to `most` tokens are written behind each row, and that `new` is the version with them.
+
+    The last that the host does before they are written: what has failed until then has overwritten nobody's tokens.
+    """
+    old = host.version
+    rows = zip(host.leases, old.epochs, host.least, host.lengths, most, strict=True)
+    new.epochs = tuple(
+        lease.write(epoch, least, length, old.extent, new.extent) if count else epoch
+        for lease, epoch, least, length, count in rows
+    )
 
 
 def check_rows(call: str, state: State, rows: Sequence[int], least: int = 0) -> None:
@@ -248,24 +301,20 @@ def host_lengths(state: State, counts: Sequence[HostInt]) -> HostLengths:
 
 
 def grown(
-    state: State,
-    layers: tuple[Entry, ...],
-    log: TokenLog | None,
-    counts: Tensor,
-    host_counts: Sequence[HostInt],
+    state: State, layers: tuple[Entry, ...], log: TokenLog | None, counts: Tensor, growth: Growth, version: Version,
     keep: bool,
-) -> State:
+) -> State:  # fmt: skip
     """The state after a forward: `counts` more tokens a row, pending when steps were kept."""
-    host = grown_host(state.host, host_counts, keep)
+    host = grown_host(state.host, growth, version, keep)
     pending = counts if keep else None
     return replace(state, lengths=state.lengths + counts, layers=layers, pending=pending, log=log, host=host)
 
 
-def grown_host(host: Host, counts: Sequence[HostInt], keep: bool) -> Host:
+def grown_host(host: Host, growth: Growth, version: Version, keep: bool) -> Host:
     """The host's part of `grown`. A state that becomes pending still holds the recurrent entries of the one before."""
-    pending, buffers = (tuple(counts), host.buffers) if keep else (None, Buffers())
-    lengths, least = _sum(host.lengths, counts), _sum(host.least, counts)
-    return replace(host, lengths=lengths, least=least, pending=pending, buffers=buffers)
+    pending, buffers = (growth, host.buffers) if keep else (None, Buffers())
+    lengths, least = _sum(host.lengths, growth.most), _sum(host.least, growth.least)
+    return replace(host, lengths=lengths, least=least, version=version, pending=pending, buffers=buffers)
 
 
 def replayed(host: Host) -> Host:
@@ -278,12 +327,24 @@ def rewound(state: State, before: State) -> State:
     log = state.log
     if log is not None and before.log is not None:
         log = replace(log, tip=before.log.tip)
-    host = replace(state.host, lengths=before.host.lengths, least=before.host.least)
+    version = version_in(state.host.leases, before.host, range(state.rows))
+    host = replace(state.host, lengths=before.host.lengths, least=before.host.least, version=version)
     return replace(state, lengths=before.lengths, log=log, host=host)
+
+
+def version_in(leases: Sequence[Lease], host: Host, rows: Sequence[int]) -> Version:
+    """The version of `rows` of a state (-1: none) where they lie in these leases: in one that is new as never written."""
+    held = zip(leases, rows, strict=True)
+    kept = [row if row >= 0 and lease is host.leases[row] else -1 for lease, row in held]
+    return Version(tuple(host.version.epochs[row] if row >= 0 else 0 for row in kept), host.version.extent)
 
 
 def _sum(counts: Sequence[HostInt], more: Sequence[HostInt]) -> tuple[HostInt, ...]:
     return tuple(count + extra for count, extra in zip(counts, more, strict=True))
+
+
+def _difference(counts: Sequence[HostInt], less: Sequence[HostInt]) -> tuple[HostInt, ...]:
+    return tuple(count - dropped for count, dropped in zip(counts, less, strict=True))
 
 
 def _commit_on_host(
@@ -329,20 +390,23 @@ def known(values: Tensor | Sequence[int]) -> list[int] | None:
     """Values as a list where reading them costs no device sync, else None."""
     if not isinstance(values, Tensor):
         return list(values)
-    return None if tracing() or values.device.type != "cpu" else values.tolist()
+    return None if valueless(values) or values.device.type != "cpu" else values.tolist()
 
 
 def committed_host(host: Host, accepted: list[int] | None) -> Host:
     """The host's part of `commit`. `ValueError` for a count below zero or above what was offered."""
-    offered = host.pending or ()
-    host = replace(host, buffers=Buffers())
+    assert host.pending is not None
+    most, least = host.pending
+    host = replace(host, pending=None, version=Version(host.version.epochs), buffers=Buffers())
     if accepted is None:
-        return replace(host, pending=None, least=_sum(host.least, [-most for most in offered]))
-    for row, (count, most) in enumerate(zip(accepted, offered, strict=True)):
-        if not 0 <= count <= most:
-            raise ValueError(f"commit: row {row} was offered {most} tokens, {count} were accepted; give 0..{most}")
-    dropped = [count - most for count, most in zip(accepted, offered, strict=True)]
-    return replace(host, pending=None, lengths=_sum(host.lengths, dropped), least=_sum(host.least, dropped))
+        return replace(host, least=_difference(host.least, least))
+    for row, (count, offered) in enumerate(zip(accepted, most, strict=True)):
+        if not 0 <= count <= offered:
+            raise ValueError(f"commit: row {row} was offered {offered} tokens, {count} were accepted; give 0..{offered}")
+    lengths, least = (
+        _sum(_difference(known, new), accepted) for known, new in ((host.lengths, most), (host.least, least))
+    )
+    return replace(host, lengths=lengths, least=least)
 
 
 def read_lengths(state: State) -> State:
@@ -361,11 +425,11 @@ def logical(state: State, row: int) -> dict[str, Tensor]:
     """What row `row` remembers: each entry as a dense tensor, appended ones cut to the row's length.
 
     Keys are `layers.3.k` and the like. Reads the row's length from the device. Raises `StateError` for a state that is
-    pending or can no longer be used, `StaleStateError` for a checked one that is stale.
+    pending or can no longer be used, `StaleStateError` for a row that is stale.
     """
     check_usable(state)
     check_rows("logical", state, [row])
-    check_fresh(state)
+    check_fresh(state, [row])
     length = int(state.lengths[row])
     found: dict[str, Tensor] = {}
     for index, entry in enumerate(state.layers):

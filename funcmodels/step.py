@@ -6,7 +6,7 @@ Everything a layer needs to know beside its own parameters and past is in a `Ste
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -14,15 +14,28 @@ from jaxtyping import Int
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack, is_functorch_wrapped_tensor
 
-from lowering.host import HostInt, HostLengths, symbolic
+from lowering.host import HostLengths, symbolic, valueless
 from lowering.ops.ragged import row_of_token
 from lowering.ops.sampling import mix
 from params.tree import leaves, map
 
 from .batch import Batch, check_room
 from .errors import StateError
+from .pages import Version
 from .rows import reserve
-from .state import Appended, Entry, Recurrent, State, check_fresh, check_usable, grown, host_lengths
+from .state import (
+    Appended,
+    Entry,
+    Growth,
+    Recurrent,
+    State,
+    check_fresh,
+    check_usable,
+    claim,
+    grown,
+    host_lengths,
+    new_version,
+)
 from .token_log import TokenLog, written
 
 E = TypeVar("E", bound=Entry)
@@ -53,7 +66,8 @@ class Step:
     host: HostLengths | None = None
     log: TokenLog | None = None
     state: State | None = None
-    counts: tuple[HostInt, ...] = ()
+    growth: Growth = Growth((), ())
+    version: Version = field(default_factory=lambda: Version(()))
 
     def past(self, layer: int, kind: type[E]) -> E | None:
         """The entry of `layer` before this forward, None without a state. `StateError` unless it is of that kind."""
@@ -80,7 +94,10 @@ def begin(state: State | None, batch: Batch, keep_steps: bool = False) -> Step:
             raise StateError("keep_steps=True needs a state to commit; pass one, or leave keep_steps out")
         offset = torch.arange(tokens, device=row.device) - batch.query_start[row.clamp(max=batch.rows - 1)]
         return Step(batch.query_start, offset, row, batch.max_query, batch.uniform, False)
-    state, counts = ready(state, batch, keep_steps)
+    state, growth = ready(state, batch, keep_steps)
+    version = new_version(state.host)
+    if not valueless(state.lengths):
+        claim(state.host, growth.most, version)
     new = batch.query_start.diff()
     first = torch.cat((state.lengths, state.lengths.new_zeros(1)))
     start = batch.query_start
@@ -91,19 +108,15 @@ def begin(state: State | None, batch: Batch, keep_steps: bool = False) -> Step:
         log = written(log, _hashes(batch, positions), slots, row, start, batch.max_query if keep_steps else None)
     return Step(
         start, positions, row, batch.max_query, batch.uniform, keep_steps, state.lengths + new, state.page_table,
-        slots, host_lengths(state, counts), log, state, counts,
+        slots, host_lengths(state, growth.most), log, state, growth, version,
     )  # fmt: skip
 
 
-def ready(state: State, batch: Batch, keep_steps: bool) -> tuple[State, tuple[HostInt, ...]]:
+def ready(state: State, batch: Batch, keep_steps: bool) -> tuple[State, Growth]:
     """What the host does before a forward: check, and reserve pages. The state with them, and each row's new tokens."""
-    counts = _checked_counts(state, batch, keep_steps)
-    if not (batch.counts or batch.uniform):
-        # Rows may get fewer than `counts`, down to none: lowered by as much now, `least` stays after they are added.
-        least = tuple(length - count for length, count in zip(state.host.least, counts, strict=True))
-        state = replace(state, host=replace(state.host, least=least))
+    growth = _checked_growth(state, batch, keep_steps)
     check_fresh(state)
-    return reserve(state, counts), counts
+    return reserve(state, growth.most), growth
 
 
 def finish(step: Step, layers: Sequence[Entry | None]) -> State | None:
@@ -113,7 +126,8 @@ def finish(step: Step, layers: Sequence[Entry | None]) -> State | None:
     entries = tuple(entry for entry in layers if entry is not None)
     if len(entries) != len(step.state.layers):
         raise StateError(_other_model(step.state, str(len(entries))))
-    return grown(step.state, entries, step.log, step.query_start.diff(), step.counts, step.keep_steps)
+    new = step.query_start.diff()
+    return grown(step.state, entries, step.log, new, step.growth, step.version, step.keep_steps)
 
 
 def writable(pages: A, *made: Tensor) -> A:
@@ -171,18 +185,18 @@ def check_layout(batch: Batch) -> None:
         )
 
 
-def _checked_counts(state: State, batch: Batch, keep_steps: bool) -> tuple[HostInt, ...]:
+def _checked_growth(state: State, batch: Batch, keep_steps: bool) -> Growth:
     check_usable(state)
     _check_transforms(state)
-    counts = batch.counts or (batch.max_query,) * batch.rows
-    check_room(state, counts)
+    growth = Growth.of(batch)
+    check_room(state, growth.most)
     recurrent = any(isinstance(entry, Recurrent) for entry in state.layers)
     if keep_steps and recurrent and batch.max_query > MAX_KEPT_STEPS:
         raise ValueError(
             f"keep_steps=True with {batch.max_query} new tokens in a row; at most {MAX_KEPT_STEPS} can be kept. "
             "Run the prompt without keep_steps, then the window to verify with it"
         )
-    return counts
+    return growth
 
 
 def _check_transforms(state: State) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 if TYPE_CHECKING:
     HostInt = int
@@ -44,6 +46,14 @@ class HostLengths:
 def tracing() -> bool:
     """Whether operators are being recorded instead of run, so that values cannot be read and nothing may be kept."""
     return bool(torch._C._len_torch_dispatch_stack()) or torch.compiler.is_compiling()
+
+
+def valueless(x: Tensor) -> bool:
+    """Whether `x` stands for a tensor in a trace, so that nothing is written where its program would write.
+
+    Not asked of the mode in force: operators can be watched (their FLOPs counted, say) and run all the same.
+    """
+    return torch.compiler.is_compiling() or isinstance(x, FakeTensor)
 
 
 def symbolic(values: Iterable[HostInt]) -> bool:

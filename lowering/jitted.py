@@ -47,11 +47,13 @@ FACTS = "what the host knows"
 class HostSide:
     """What the host has done before a replay, and has left to do after it.
 
-    `arguments` replace those of the call, `after` completes the result.
+    `arguments` replace those of the call, `after` completes the result. `before` notes that the program runs: the last
+    thing that is done before it does.
     """
 
     arguments: dict[str, Any]
     after: Callable[[Any], Any]
+    before: Callable[[], None] = lambda: None
 
 
 def host_side(side: Callable[..., HostSide]) -> Callable[[F], F]:
@@ -155,6 +157,7 @@ class Jitted:
         ints = _joined(_host_ints(arguments)) if capture.program.host else ()
         how: tuple[str, ...] | None = (FAILED, "go on from a fork of it, or fill a new state")
         try:
+            side.before()
             result = capture.replay(placed, inputs, ints)
             how = ()
         except CaptureError:  # nothing has run

@@ -1,8 +1,8 @@
 """Any order of prefill, chunks, drafts, commits, forks, selects and releases: every held state stays what it was.
 
-The machine keeps several states at once, with the tokens of each row. It also keeps its own record of which prefix last
-wrote each slot of each pool, so it knows which held states another continuation has made stale: these must raise, and
-all others must equal a computation from scratch, in logits and in every logical entry.
+The machine keeps several states at once, with the tokens of each row. It also keeps its own record of which write each
+slot of each pool holds, so it knows which held states another continuation has made stale: these must raise, and all
+others must equal a computation from scratch, in logits and in every logical entry.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ def from_scratch(kind: str, tokens: tuple[int, ...]) -> tuple[Tensor, dict[str, 
 
 @dataclass(eq=False)
 class Held:
-    """A state, the tokens of its rows (pending ones last), and its entries when it was made."""
+    """A state, the tokens of its rows (pending ones last), which write each is of, and its entries when it was made."""
 
     state: fm.State
     tokens: list[tuple[int, ...]]
+    writes: list[tuple[int, ...]]
     offered: tuple[int, ...] | None = None
     whole_released: bool = False
     entries: list[dict[str, Tensor]] | None = field(default=None, repr=False)
@@ -66,29 +67,34 @@ class Held:
 
 
 class Slots:
-    """Which prefix last wrote each slot of each pool: a record of our own, in plain Python."""
+    """Which write each slot of each pool holds: a record of our own, in plain Python."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.pools: list[PagePool] = []
-        self._content: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        self._content: dict[tuple[int, int, int], int] = {}
+        self._number = 0
 
     def _at(self, lease: Lease, position: int) -> tuple[int, int, int]:
         if not any(pool is lease.pool for pool in self.pools):
             self.pools.append(lease.pool)  # kept, so that its id stays its own
         return id(lease.pool), lease.pages[position // self.page_size], position % self.page_size
 
-    def write(self, lease: Lease, tokens: tuple[int, ...], first: int) -> None:
-        for position in range(first, len(tokens)):
-            self._content[self._at(lease, position)] = tokens[: position + 1]
+    def write(self, lease: Lease, writes: tuple[int, ...], count: int) -> tuple[int, ...]:
+        """`count` more tokens behind those of the lease's row; which write each of all is of."""
+        self._number += 1
+        writes += (self._number,) * count
+        for position in range(len(writes) - count, len(writes)):
+            self._content[self._at(lease, position)] = self._number
+        return writes
 
     def copy(self, old: Lease, new: Lease, length: int) -> None:
         content = [self._content[self._at(old, position)] for position in range(length)]
         for position, prefix in enumerate(content):
             self._content[self._at(new, position)] = prefix
 
-    def intact(self, lease: Lease, tokens: tuple[int, ...]) -> bool:
-        return all(self._content[self._at(lease, at)] == tokens[: at + 1] for at in range(len(tokens)))
+    def intact(self, lease: Lease, writes: tuple[int, ...]) -> bool:
+        return all(self._content[self._at(lease, at)] == write for at, write in enumerate(writes))
 
 
 class StateMachine(RuleBasedStateMachine):
@@ -106,7 +112,7 @@ class StateMachine(RuleBasedStateMachine):
         pages = None if self.owned else math.ceil(MAX_LEN / page_size) * rows // 2 + 1 + spare
         state = self.one.model.init_state(rows, MAX_LEN, page_size=page_size, pages=pages, checked=self.checked)
         self.held: list[Held] = []
-        self.keep(Held(state, [()] * rows))
+        self.keep(Held(state, [()] * rows, [()] * rows))
 
     # What the machine knows
 
@@ -127,26 +133,25 @@ class StateMachine(RuleBasedStateMachine):
         return not held.whole_released and not any(lease is ended for lease in held.leases for ended in self.ended)
 
     def stale(self, held: Held) -> list[int]:
-        rows = enumerate(zip(held.leases, held.tokens, strict=True))
-        return [row for row, (lease, tokens) in rows if not self.slots.intact(lease, tokens)]
+        rows = enumerate(zip(held.leases, held.writes, strict=True))
+        return [row for row, (lease, writes) in rows if not self.slots.intact(lease, writes)]
 
     def pick(self, data: st.DataObject, *, pending: bool | None = None) -> Held:
         among = [held for held in self.held if pending is None or (held.offered is not None) == pending]
         # By place: strategies are cached, and a cached state would hold its pages.
         return among[data.draw(st.integers(0, len(among) - 1), label="held")]
 
-    def refused(self, held: Held, act: Any, *, reads: bool) -> bool:
-        """Whether the call must raise because of what the state is; if so, it did. `reads`: stale rows matter."""
+    def refused(self, held: Held, act: Any, rows: Sequence[int] = ()) -> bool:
+        """Whether the call must raise because of what the state is; if so, it did. `rows` are those that it goes on."""
+        stale = [row for row in self.stale(held) if row in rows]
         if not self.usable(held):
             with pytest.raises(fm.StateError, match="was released"):
                 act()
         elif held.offered is not None:
             with pytest.raises(fm.StateError, match="pending"):
                 act()
-        elif reads and self.stale(held):
-            if not self.checked:
-                return True  # nothing is promised, so nothing is tried
-            with pytest.raises(fm.StaleStateError, match=f"row {self.stale(held)[0]} of this state is stale"):
+        elif stale:
+            with pytest.raises(fm.StaleStateError, match=f"row {stale[0]} of this state is stale"):
                 act()
         else:
             return False
@@ -185,17 +190,17 @@ class StateMachine(RuleBasedStateMachine):
         def act() -> tuple[Any, fm.State]:
             return advance(self.one, held.state, new, keep_steps=keep_steps)
 
-        if self.refused(held, act, reads=True) or not self.fits(held, self.pages_for(held, counts), act):
+        if self.refused(held, act, range(held.state.rows)) or not self.fits(held, self.pages_for(held, counts), act):
             return
         out, after = act()
         tokens = [old + tuple(more) for old, more in zip(held.tokens, new, strict=True)]
-        for lease, row, count in zip(after.host.leases, tokens, counts, strict=True):
-            self.slots.write(lease, row, len(row) - count)
+        rows = zip(after.host.leases, held.writes, counts, strict=True)
+        writes = [self.slots.write(lease, old, count) for lease, old, count in rows]
         for row, part in zip(tokens, per_row(out.logits, new), strict=True):
             right = from_scratch(self.kind, row)[0][len(row) - len(part) :]
             if len(part):
                 assert_close(part, right, looser=5, reason=ROUNDING)
-        self.keep(Held(after, tokens, counts if keep_steps else None))
+        self.keep(Held(after, tokens, writes, counts if keep_steps else None))
 
     def pages_for(self, held: Held, counts: Sequence[int]) -> int:
         size = self.slots.page_size
@@ -210,8 +215,11 @@ class StateMachine(RuleBasedStateMachine):
         accepted = data.draw(st.tuples(*(st.integers(0, n) for n in held.offered)), label="accepted")
         after = fm.commit(held.state, list(accepted) if as_tensor is None else torch.tensor(accepted, dtype=as_tensor))
         dropped = [offered - kept for offered, kept in zip(held.offered, accepted, strict=True)]
-        tokens = [row[: len(row) - count] for row, count in zip(held.tokens, dropped, strict=True)]
-        self.keep(Held(after, tokens))
+        tokens, writes = (
+            [row[: len(row) - count] for row, count in zip(rows, dropped, strict=True)]
+            for rows in (held.tokens, held.writes)
+        )
+        self.keep(Held(after, tokens, writes))
 
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
@@ -221,16 +229,15 @@ class StateMachine(RuleBasedStateMachine):
         def act() -> fm.State:
             return fm.fork(held.state, rows)
 
-        if self.refused(held, act, reads=False):
+        if self.refused(held, act, rows):
             return
         partial = sum(len(held.tokens[row]) % self.slots.page_size > 0 for row in rows)
         if not self.owned and not self.fits(held, partial, act):
             return
         after = act()
-        tokens = [held.tokens[row] for row in rows]
         for row, lease in zip(rows, after.host.leases, strict=True):
             self.slots.copy(held.leases[row], lease, len(held.tokens[row]))
-        self.keep(Held(after, tokens))
+        self.keep(Held(after, [held.tokens[row] for row in rows], [held.writes[row] for row in rows]))
 
     @rule(data=st.data())
     def select(self, data: st.DataObject) -> None:
@@ -242,8 +249,9 @@ class StateMachine(RuleBasedStateMachine):
         def act() -> fm.State:
             return fm.select(held.state, rows)
 
-        if not self.refused(held, act, reads=False):
-            self.keep(Held(act(), [held.tokens[row] if row >= 0 else () for row in rows]))
+        if not self.refused(held, act, rows):
+            parts = ([each[row] if row >= 0 else () for row in rows] for each in (held.tokens, held.writes))
+            self.keep(Held(act(), *parts))
 
     @rule(data=st.data())
     def release_rows(self, data: st.DataObject) -> None:
@@ -253,17 +261,18 @@ class StateMachine(RuleBasedStateMachine):
         def act() -> fm.State:
             return fm.release(held.state, sorted(rows))
 
-        if self.refused(held, act, reads=False):
+        if self.refused(held, act):
             return
         after = act()
         self.ended += [held.leases[row] for row in rows]
-        self.keep(Held(after, [() if row in rows else tokens for row, tokens in enumerate(held.tokens)]))
+        parts = ([() if row in rows else part for row, part in enumerate(each)] for each in (held.tokens, held.writes))
+        self.keep(Held(after, *parts))
 
     @precondition(lambda self: sum(self.usable(held) for held in self.held) > 3)
     @rule(data=st.data())
     def release_whole(self, data: st.DataObject) -> None:
         held = self.pick(data)
-        if self.refused(held, lambda: fm.release(held.state), reads=False):
+        if self.refused(held, lambda: fm.release(held.state)):
             return
         fm.release(held.state)
         held.whole_released = True
@@ -286,9 +295,8 @@ class StateMachine(RuleBasedStateMachine):
         def act() -> list[dict[str, Tensor]]:
             return [fm.logical(held.state, row) for row in range(held.state.rows)]
 
-        if self.refused(held, act, reads=True):
+        if self.refused(held, act, range(held.state.rows)):
             return
-        # Rounding only: another continuation may have written the same tokens again, which also heals a stale state.
         then = held.entries or [from_scratch(self.kind, tokens)[1] for tokens in held.tokens]
         assert_close(act(), then, looser=5, reason=ROUNDING)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import funcmodels as fm
 import params
@@ -22,9 +23,9 @@ def one() -> Pair:
     return pair("dense", 0)
 
 
-@pytest.fixture
-def state(one: Pair) -> fm.State:
-    return advance(one, one.model.init_state(2, 12, page_size=4, pages=9, checked=True), tokens(one, 6, 3))[1]
+@pytest.fixture(params=[False, True], ids=["by default", "checked"])
+def state(one: Pair, request: pytest.FixtureRequest) -> fm.State:
+    return advance(one, one.model.init_state(2, 12, page_size=4, pages=9, checked=request.param), tokens(one, 6, 3))[1]
 
 
 @pytest.fixture
@@ -122,7 +123,8 @@ def test_steps_are_kept_for_sixteen_tokens_at_most(one: Pair) -> None:
         advance(one, state, [[1] * 17], keep_steps=True)
     _, pending = advance(one, state, [[1] * 16], keep_steps=True)
     for accepted in range(17):
-        _, expected = advance(one, state, [[1] * accepted]) if accepted else (None, state)
+        fresh = one.model.init_state(1, 20)
+        _, expected = advance(one, fresh, [[1] * accepted]) if accepted else (None, fresh)
         assert_rows_close(fm.commit(pending, [accepted]), expected)
 
 
@@ -195,7 +197,9 @@ def test_an_overwritten_tail_is_found(one: Pair, state: fm.State) -> None:
     with pytest.raises(fm.StaleStateError, match=r"row 1 of this state is stale.*fork\(state\) before"):
         advance(one, first, [[1], []])
     with pytest.raises(fm.StaleStateError, match="row 1"):
-        fm.logical(first, 0)
+        fm.logical(first, 1)
+    for whole in (lambda: fm.logical(first, 0), lambda: fm.fork(first, [0]), lambda: fm.select(first, [0])):
+        whole()
     advance(one, second, [[1], [1]])
     advance(one, state, [[1], [1]])
 
@@ -283,10 +287,44 @@ def test_merged_rows_that_do_not_fit_the_heads(one: Pair) -> None:
         one.model.forward(narrow, None, fm.Batch.from_lists([[1, 2]]))
 
 
-def test_the_same_continuation_twice_is_not_stale(one: Pair, state: fm.State) -> None:
+def test_the_same_tokens_written_again_are_another_continuation(one: Pair, state: fm.State) -> None:
+    """Their values need not be the same: a row's rounding hangs on its company."""
     _, first = advance(one, state, [[5], [6]])
-    _, second = advance(one, state, [[5], [6]])
-    assert_rows_close(first, second)
+    _, second = advance(one, state, [[5], []])
+    with pytest.raises(fm.StaleStateError, match="row 0"):
+        advance(one, first, [[1], [1]])
+    advance(one, second, [[1], [1]])
+
+
+def test_an_empty_state_continued_twice(one: Pair) -> None:
+    empty = one.model.init_state(2, 12)
+    _, first = advance(one, empty, [[5], [6]])
+    _, second = advance(one, empty, [[7], []])
+    with pytest.raises(fm.StaleStateError, match="row 0"):
+        advance(one, first, [[1], [1]])
+    advance(one, second, [[1], [1]])
+
+
+def test_a_row_selected_before_the_original_went_on(one: Pair, state: fm.State) -> None:
+    taken = fm.select(state, [1])
+    _, original = advance(one, state, [[], [5]])
+    _, newer = advance(one, taken, [[6]])
+    with pytest.raises(fm.StaleStateError, match="row 1"):
+        advance(one, original, [[], [1]])
+    advance(one, newer, [[1]])
+
+
+def test_operators_may_be_watched(one: Pair) -> None:
+    """A mode that sees operators and runs them is no trace: pages are taken, and overwritten tokens noticed."""
+    state = one.model.init_state(1, 12, page_size=4, pages=3)
+    with FlopCounterMode(display=False):
+        _, first = advance(one, state, [[5, 6, 7]])
+        out, _ = advance(one, first, [[8, 9]])
+        advance(one, state, [[1]])
+        with pytest.raises(fm.StaleStateError, match="row 0"):
+            advance(one, first, [[1]])
+    plain, _ = one.model.forward(one.params, None, fm.Batch.from_lists([[5, 6, 7, 8, 9]]))
+    assert_close(out.logits, plain.logits[-2:], looser=5, reason="one call against two")
 
 
 # Rows and pages
