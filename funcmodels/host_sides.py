@@ -22,6 +22,7 @@ from .rows import reserve
 from .sampling import DraftNoise
 from .speculative import Carry, Proposal, joined_params, kept_tokens, outputs_for, places_ahead
 from .state import (
+    Growth,
     State,
     check_fresh,
     check_usable,
@@ -89,7 +90,7 @@ def propose_on_host(
         proposal, new = result
         return proposal, replace(new, host=replayed(state.host))
 
-    before = partial(claim, state.host, ahead, new_version(state.host))
+    before = partial(claim, state.host, ahead, new_version(state.host, Growth(ahead, ahead)))
     return HostSide({"params": joined_params(draft, params), "state": state}, completed, before)
 
 
@@ -108,7 +109,7 @@ def _forward(
     if state is None:
         return None, lambda new: new, lambda: None
     state, growth = ready(state, batch, keep_steps)
-    version = new_version(state.host)
+    version = new_version(state.host, growth)
     host = grown_host(state.host, growth, version, keep_steps)
     before = partial(claim, state.host, growth.most, version)
     return state, lambda new: replace(new, host=replayed(host)), before

@@ -8,9 +8,10 @@ return to the pool.
 from __future__ import annotations
 
 import heapq
+import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lowering.host import HostInt
@@ -77,32 +78,44 @@ class PagePool:
 
 
 @dataclass(eq=False)
+class Extent:
+    """Stands for the lengths of a version: who has the same extent has the same length in each lease.
+
+    `exact` says whether the host knew the lengths, and not only bounds of them, when it was made.
+    """
+
+    exact: bool
+
+
+@dataclass(eq=False)
 class Version:
     """One version of a state, as its leases know it.
 
-    `epochs[r]` counts the overwritings that row r's lease had seen when the row's newest tokens were written. Versions
-    with the same `extent` have the same length in each lease, whether the host knows it or only bounds of it.
+    `epochs[r]` counts the overwritings that row r's lease had seen when the row's newest tokens were written.
     """
 
     epochs: tuple[int, ...]
-    extent: object = field(default_factory=object)
+    extent: Extent
 
 
 class Overwriting(NamedTuple):
-    """What stood from `least` on (from `most` at the latest) was written anew, by a row of length `extent`."""
+    """What stood from `least` on (from `most` at the latest) was written anew, by a row of this extent.
+
+    The extent is held weakly: when no state has it any more, its place alone matters.
+    """
 
     epoch: int
     least: HostInt
     most: HostInt
-    extent: object
+    extent: weakref.ref[Extent]
 
 
 class Lease:
     """The pages of one row, in order. Grows as the row does; ends once.
 
-    Versions of a state write to the same pages, each from its own length on. `overwritings` are those writes that went
-    over tokens of another version and that the newest write stands on. Their places never fall from one to the next, so
-    a row still is what it was when the first one after its epoch lies at or past its length.
+    Versions of a state write to the same pages, each from its own length on. `overwritings` are those writes that may
+    have gone over tokens of another version and that the newest write stands on. Their places never fall from one to
+    the next, so a row still is what it was when the first one after its epoch lies at or past its length.
     """
 
     def __init__(self, pool: PagePool, pages: Sequence[int] = ()) -> None:
@@ -111,9 +124,9 @@ class Lease:
         self.ended = False
         self.epoch = 0
         self.overwritings: list[Overwriting] = []
-        self._newest: object = None
+        self._newest: Extent | None = None
 
-    def holds(self, epoch: int, length: HostInt, extent: object) -> bool:
+    def holds(self, epoch: int, length: HostInt, extent: Extent) -> bool:
         """Whether the first `length` tokens are still those that a row of this `epoch` was built from.
 
         Where the host has only bounds of a length, `length` is the upper one: what may be gone counts as gone.
@@ -122,18 +135,20 @@ class Lease:
             return True
         after = bisect_right(self.overwritings, epoch, key=lambda over: over.epoch)
         first = self.overwritings[after]
-        return first.extent is extent or first.least >= length
+        return first.extent() is extent or first.least >= length
 
-    def write(self, epoch: int, least: HostInt, most: HostInt, extent: object, new: object) -> int:
+    def write(self, epoch: int, least: HostInt, most: HostInt, extent: Extent, new: Extent) -> int:
         """Note that tokens are written behind a row's `least` to `most`, which makes its extent `new`; its new epoch."""
-        linear = self._newest is None or self._newest is extent
+        # What goes on from the newest write overwrites nothing. Of lengths that were not known it is noted all the
+        # same: bounds alone would not tell that those before it end where it begins, or earlier.
+        linear = self._newest is None or (self._newest is extent and extent.exact)
         self._newest = new
         if linear:
             return self.epoch
         while self.overwritings and _is_covered(self.overwritings[-1], epoch, least, most):
             self.overwritings.pop()
         self.epoch += 1
-        self.overwritings.append(Overwriting(self.epoch, least, most, extent))
+        self.overwritings.append(Overwriting(self.epoch, least, most, weakref.ref(extent)))
         return self.epoch
 
     def end(self) -> None:
@@ -149,8 +164,14 @@ class Lease:
         self.end()
         return moved
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Copied and pickled are the extents themselves, with the versions that have them.
+        return self.__dict__ | {"overwritings": [(*over[:3], over.extent()) for over in self.overwritings]}
+
     def __setstate__(self, values: dict[str, Any]) -> None:
         self.__dict__.update(values)
+        overwritings = [(*place, extent or Extent(exact=True)) for *place, extent in values["overwritings"]]
+        self.overwritings = [Overwriting(*place, weakref.ref(extent)) for *place, extent in overwritings]
         if not self.ended:
             self.pool.claim(self.pages)
 
@@ -159,5 +180,5 @@ class Lease:
 
 
 def _is_covered(over: Overwriting, epoch: int, least: HostInt, most: HostInt) -> bool:
-    """Whether a write by a row of `epoch` undoes an overwriting that it does not stand on, or begins at its place."""
-    return over.epoch > epoch or least == most <= over.least == over.most
+    """Whether a write by a row of `epoch` undoes an overwriting that it does not stand on, or says as much of others."""
+    return over.epoch > epoch or (least == most <= over.least and over.extent() is None)

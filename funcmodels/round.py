@@ -57,8 +57,9 @@ def _with_window(state: State, width: int, ahead: int = 0) -> tuple[State, Host,
     """
     counts = (width,) * state.rows
     state = with_room(state, [max(width, ahead)] * state.rows)
-    version = new_version(state.host)
-    grown = grown_host(state.host, Growth(counts, counts), version, keep=True)
+    growth = Growth(counts, counts)
+    version = new_version(state.host, growth)
+    grown = grown_host(state.host, growth, version, keep=True)
     return state, grown, partial(claim, state.host, counts, version)
 
 

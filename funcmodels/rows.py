@@ -265,7 +265,10 @@ def _take_rows(
         layers=tuple(pick(entry) for entry in state.layers),
         log=log,
         host=Host(
-            tuple(lengths), leases, tuple(len(x.pages) for x in leases), tuple(least),
+            tuple(lengths),
+            leases,
+            tuple(len(x.pages) for x in leases),
+            tuple(least),
             version_in(leases, state.host, rows),
         ),  # fmt: skip
     )

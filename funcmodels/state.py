@@ -24,7 +24,7 @@ from lowering.layouts import Pages
 from params.tree import dotted, leaves, num_bytes, off_tree, size, static, tree, unchecked
 
 from .errors import StaleStateError, StateError
-from .pages import Lease, PagePool, Version
+from .pages import Extent, Lease, PagePool, Version
 from .token_log import TokenLog, stale_rows
 
 if TYPE_CHECKING:
@@ -180,11 +180,12 @@ def empty(
     if checked:
         slots = torch.zeros(pool.pages + 1, page_size, dtype=torch.int64, device=device)
         log = TokenLog(slots, slots.clone(), torch.zeros(rows, dtype=torch.int64, device=device))
+    version = Version((0,) * rows, Extent(exact=True))
     return State(
         lengths=torch.zeros(rows, dtype=torch.int32, device=device),
         page_table=page_table(leases, each, device),
         layers=layers, pending=None, log=log, page_size=page_size, max_len=max_len, vocab=vocab,
-        host=Host((0,) * rows, leases, tuple(len(lease.pages) for lease in leases), (0,) * rows, Version((0,) * rows)),
+        host=Host((0,) * rows, leases, tuple(len(lease.pages) for lease in leases), (0,) * rows, version),
     )  # fmt: skip
 
 
@@ -265,9 +266,9 @@ def _changed_rows(state: State) -> list[int]:
     return [row for row, stale in enumerate(changed) if stale]
 
 
-def new_version(host: Host) -> Version:
+def new_version(host: Host, growth: Growth) -> Version:
     """That of a state grown from the one with this host; `claim` says when it is written."""
-    return Version(host.version.epochs)
+    return Version(host.version.epochs, Extent(host.exact and growth.least is growth.most))
 
 
 def claim(host: Host, most: Sequence[HostInt], new: Version) -> None:
@@ -397,12 +398,15 @@ def committed_host(host: Host, accepted: list[int] | None) -> Host:
     """The host's part of `commit`. `ValueError` for a count below zero or above what was offered."""
     assert host.pending is not None
     most, least = host.pending
-    host = replace(host, pending=None, version=Version(host.version.epochs), buffers=Buffers())
+    version = Version(host.version.epochs, Extent(host.exact and accepted is not None))
+    host = replace(host, pending=None, version=version, buffers=Buffers())
     if accepted is None:
         return replace(host, least=_difference(host.least, least))
     for row, (count, offered) in enumerate(zip(accepted, most, strict=True)):
         if not 0 <= count <= offered:
-            raise ValueError(f"commit: row {row} was offered {offered} tokens, {count} were accepted; give 0..{offered}")
+            raise ValueError(
+                f"commit: row {row} was offered {offered} tokens, {count} were accepted; give 0..{offered}"
+            )
     lengths, least = (
         _sum(_difference(known, new), accepted) for known, new in ((host.lengths, most), (host.least, least))
     )

@@ -21,7 +21,7 @@ from params.tree import leaves, map
 
 from .batch import Batch, check_room
 from .errors import StateError
-from .pages import Version
+from .pages import Extent, Version
 from .rows import reserve
 from .state import (
     Appended,
@@ -67,7 +67,7 @@ class Step:
     log: TokenLog | None = None
     state: State | None = None
     growth: Growth = Growth((), ())
-    version: Version = field(default_factory=lambda: Version(()))
+    version: Version = field(default_factory=lambda: Version((), Extent(exact=True)))
 
     def past(self, layer: int, kind: type[E]) -> E | None:
         """The entry of `layer` before this forward, None without a state. `StateError` unless it is of that kind."""
@@ -95,7 +95,7 @@ def begin(state: State | None, batch: Batch, keep_steps: bool = False) -> Step:
         offset = torch.arange(tokens, device=row.device) - batch.query_start[row.clamp(max=batch.rows - 1)]
         return Step(batch.query_start, offset, row, batch.max_query, batch.uniform, False)
     state, growth = ready(state, batch, keep_steps)
-    version = new_version(state.host)
+    version = new_version(state.host, growth)
     if not valueless(state.lengths):
         claim(state.host, growth.most, version)
     new = batch.query_start.diff()
