@@ -2,7 +2,7 @@
 
 from params.errors import CheckpointError, ConfigError
 
-from .batch import Batch
+from .batch import Batch, check
 from .calibration import input_ranges
 from .drafts import draft
 from .errors import OutOfPages, StaleStateError, StateError
@@ -24,7 +24,7 @@ from .state import State, commit, logical, read_lengths
 __all__ = [
     "Batch", "Carry", "CheckpointError", "ConfigError", "CoupledNoise", "Draft", "DraftNoise", "Event", "Model",
     "OutOfPages", "Output", "Proposal", "Request", "Result", "Round", "RowSampling", "Sampling", "StaleStateError",
-    "State", "StateError", "TokenCounts", "Verdict", "build", "commit", "disable_shape_checks", "draft",
+    "State", "StateError", "TokenCounts", "Verdict", "build", "check", "commit", "disable_shape_checks", "draft",
     "enable_shape_checks", "fork", "fork_into", "generate", "input_ranges", "load", "logical", "next_tokens",
     "ranks_of", "read_lengths", "release", "requests_of", "sample", "save", "select", "serve", "shape_checked",
     "verify",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lowering.host import HostInt, symbolic
+from lowering.host import HostInt, readable, symbolic
 from params.tree import off_tree, static, tree, unchecked
 
 from .errors import StateError
@@ -28,6 +28,9 @@ class Batch:
     rotary positions (text continues each row; images need three axes). `max_query` bounds the tokens of any row;
     `uniform` says that every row has exactly that many and nothing is padded. `counts` are the rows' token counts on
     the host; a batch that is neither uniform nor has them leaves the state with upper bounds of its lengths.
+
+    A forward reads `query_start` where it lies on a CPU, and refuses what contradicts it. Of batches on a device shapes
+    and hints alone are looked at there: `check` holds one that was made by hand against its values.
     """
 
     tokens: Int[Tensor, " tokens"]
@@ -129,6 +132,106 @@ class Batch:
             positions=None if positions is None else positions.new_zeros(positions.shape[0], tokens),
             max_query=max_query, uniform=uniform, counts=(max_query if uniform else 0,) * self.rows,
         )  # fmt: skip
+
+
+def check(batch: Batch, state: State | None = None) -> None:
+    """Hold a batch that was made by hand against itself, and against the state that it is for. Reads the device.
+
+    Raises `ValueError` for what contradicts itself, ids out of the state's vocabulary and rows without room,
+    `StateError` for another number of rows.
+    """
+    check_layout(batch)
+    starts = batch.query_start.tolist()
+    _check_starts(batch, starts)
+    if state is not None:
+        _check_id_range(batch, state.vocab)
+        check_room(state, [end - start for start, end in pairwise(starts)])
+
+
+def check_layout(batch: Batch) -> None:
+    """`ValueError` for a batch without tokens, or whose parts contradict each other; values are read on a CPU alone."""
+    tokens = batch.tokens.shape[0]
+    for name, value, shape in (
+        ("tokens", batch.tokens, "[tokens]"), ("query_start", batch.query_start, "[rows + 1]"),
+        ("positions", batch.positions, f"[axes, {tokens}]"),
+    ):  # fmt: skip
+        if value is not None and (value.ndim != shape.count(",") + 1 or not _holds_integers(value)):
+            raise ValueError(f"the batch's {name} must be integers {shape}, found {value.dtype} {list(value.shape)}")
+    if batch.positions is not None and batch.positions.shape[1] != tokens:
+        raise ValueError(
+            f"the batch has {tokens} tokens, and positions {list(batch.positions.shape)}; give one place a token on "
+            "each axis, or leave them out"
+        )
+    if tokens == 0:
+        raise ValueError("the batch has no tokens: every row idles; skip the call, or pad the batch")
+    if batch.rows < 1:
+        raise ValueError("the batch has no rows: query_start must hold 0 and the end of each row")
+    if batch.uniform and batch.rows * batch.max_query != tokens:
+        raise ValueError(
+            f"the batch says uniform, {batch.rows} rows of {batch.max_query} tokens, and holds {tokens} tokens; {_MAKE}"
+        )
+    if symbolic(batch.counts):
+        return
+    if sum(batch.counts) > tokens or not all(0 <= count <= batch.max_query for count in batch.counts):
+        raise ValueError(
+            f"the batch's counts {list(batch.counts)} do not fit its {tokens} tokens and max_query={batch.max_query}; "
+            f"{_MAKE}"
+        )
+    if batch.counts and len(batch.counts) != batch.rows:
+        raise ValueError(f"the batch has {batch.rows} rows and counts for {len(batch.counts)}; {_MAKE}")
+    if readable(batch.query_start):
+        _check_starts(batch, batch.query_start.tolist())
+
+
+_MAKE = "make it with Batch.from_lists or Batch.from_tokens"
+
+
+def _holds_integers(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _check_starts(batch: Batch, starts: list[int]) -> None:
+    """`ValueError` unless rows begin at 0, follow each other within the tokens, and are as long as the hints say."""
+    tokens = batch.tokens.shape[0]
+    if starts[0] != 0 or starts[-1] > tokens or any(start > end for start, end in pairwise(starts)):
+        raise ValueError(
+            f"the batch's query_start {_shown(starts)} must begin at 0, never fall, and end within its {tokens} "
+            f"tokens; {_MAKE}"
+        )
+    counts = [end - start for start, end in pairwise(starts)]
+    if max(counts) > batch.max_query or (batch.uniform and min(counts) < batch.max_query):
+        kind = "exactly" if batch.uniform else "at most"
+        raise ValueError(
+            f"the batch's rows have {_shown(counts)} tokens by query_start, and {kind} max_query={batch.max_query} are "
+            f"promised; {_MAKE}"
+        )
+    if batch.counts and counts != list(batch.counts):
+        raise ValueError(
+            f"the batch's rows have {_shown(counts)} tokens by query_start, and counts say {_shown(batch.counts)}; "
+            f"{_MAKE}"
+        )
+
+
+def _shown(values: Sequence[int]) -> str:
+    """The values, of many only the first."""
+    rest = f", ... {len(values)} in all" if len(values) > 16 else ""
+    return f"[{', '.join(map(str, values[:16]))}{rest}]"
+
+
+def check_ids(batch: Batch, vocab: int) -> None:
+    """`ValueError` for a token outside of the vocabulary, where ids can be read without waiting for a device."""
+    if readable(batch.tokens):
+        _check_id_range(batch, vocab)
+
+
+def _check_id_range(batch: Batch, vocab: int) -> None:
+    if batch.tokens.numel() == 0:
+        return
+    low, high = (int(end) for end in batch.tokens.aminmax())
+    if low < 0 or high >= vocab:
+        wrong = low if low < 0 else high
+        place = int((batch.tokens == wrong).int().argmax())
+        raise ValueError(f"token {place} of the batch: id {wrong} is out of range; ids must be in 0..{vocab - 1}")
 
 
 def check_room(state: State, counts: Sequence[HostInt]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowering import HostSide
 
-from .batch import Batch, check_room
+from .batch import Batch, check_ids, check_layout, check_room
 from .output import LogitsOf, Output, cut
 from .rows import reserve
 from .sampling import DraftNoise
@@ -33,7 +33,7 @@ from .state import (
     new_version,
     replayed,
 )
-from .step import check_layout, ready
+from .step import ready
 
 Fit = Callable[[Batch], Batch]
 
@@ -44,6 +44,7 @@ def forward_on_host(
 ) -> HostSide:  # fmt: skip
     """That of `Model.forward`."""
     check_layout(batch)
+    check_ids(batch, model.config.vocab_size)
     tokens = batch.tokens.shape[0]
     padded = fit(batch)
     state, after, before = _forward(state, batch, keep_steps)

@@ -25,7 +25,7 @@ from params.names import qwen3_8_flash_next as flash_next_names
 from params.sharding import Ranks
 
 from . import state as states
-from .batch import Batch
+from .batch import Batch, check_ids
 from .host_sides import forward_on_host
 from .models import (
     deepseek_v2,
@@ -192,8 +192,8 @@ class Model:
 
         `dtype` is that of pages and convolution windows (the default dtype if None), `recurrent_dtype` that of
         delta-rule matrices (float32 if None). `pages` makes a shared pool of that many pages of `page_size` tokens;
-        by default every row owns enough for `max_len`. A `checked` state finds out when it has become stale, at the
-        price of a host read a forward. `layout` is that of pages of latents, "nd" for plain and "nz" for Ascend's tiled
+        by default every row owns enough for `max_len`. A `checked` state also looks up that its pages hold its
+        own tokens, at the price of a host read a forward. `layout` is that of pages of latents, "nd" for plain and "nz" for Ascend's tiled
         ones; by default it follows the target in force.
         """
         for name, value in (("rows", rows), ("max_len", max_len), ("page_size", page_size), ("pages", pages)):
@@ -236,12 +236,13 @@ class Model:
 
         `logits` are given for all tokens [tokens vocab], for each row's last token [rows vocab] (zeros where a row
         is idle), or for none [0 vocab]. `outputs` names intermediate values to return in `extra`: `layers.3` is the
-        residual stream after layer 3, `router` the experts chosen in every layer. With `keep_steps` (at most 8
+        residual stream after layer 3, `router` the experts chosen in every layer. With `keep_steps` (at most 16
         tokens a row) the new state is pending until `commit`. `state=None` computes the batch alone, for training.
 
         Raises `StateError` for a state that is pending, used up or of other rows, `ValueError` for a row without
         room, `OutOfPages`, and `LoweringError` when the policy leaves an op without a kernel.
         """
+        check_ids(batch, self.config.vocab_size)
         return self.family.forward(
             self.local, params, state, batch, logits=logits, outputs=outputs, keep_steps=keep_steps
         )

@@ -138,7 +138,7 @@ class Lease:
         return first.extent() is extent or first.least >= length
 
     def write(self, epoch: int, least: HostInt, most: HostInt, extent: Extent, new: Extent) -> int:
-        """Note that tokens are written behind a row's `least` to `most`, which makes its extent `new`; its new epoch."""
+        """Note that tokens are written behind a row's `least` to `most`; its epoch when its extent is `new`."""
         # What goes on from the newest write overwrites nothing. Of lengths that were not known it is noted all the
         # same: bounds alone would not tell that those before it end where it begins, or earlier.
         linear = self._newest is None or (self._newest is extent and extent.exact)
@@ -180,5 +180,5 @@ class Lease:
 
 
 def _is_covered(over: Overwriting, epoch: int, least: HostInt, most: HostInt) -> bool:
-    """Whether a write by a row of `epoch` undoes an overwriting that it does not stand on, or says as much of others."""
+    """Whether a write by a row of `epoch` undoes an overwriting that it does not stand on, or says as much."""
     return over.epoch > epoch or (least == most <= over.least and over.extent() is None)

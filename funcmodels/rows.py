@@ -258,19 +258,14 @@ def _take_rows(
         return torch.where(live[:-1], x[index[:-1]], 0)
 
     log = state.log if state.log is None else replace(state.log, tip=pick_row(state.log.tip))
+    in_table = tuple(len(lease.pages) for lease in leases)
     return replace(
         state,
         lengths=pick_row(state.lengths),
         page_table=page_table(leases, state.page_table.shape[1], device),
         layers=tuple(pick(entry) for entry in state.layers),
         log=log,
-        host=Host(
-            tuple(lengths),
-            leases,
-            tuple(len(x.pages) for x in leases),
-            tuple(least),
-            version_in(leases, state.host, rows),
-        ),  # fmt: skip
+        host=Host(tuple(lengths), leases, in_table, tuple(least), version_in(leases, state.host, rows)),
     )
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lowering import HostSide, host_side
-from lowering.host import HostInt, HostLengths, known_equal, symbolic, valueless
+from lowering.host import HostInt, HostLengths, known_equal, readable, symbolic, valueless
 from lowering.layouts import Pages
 from params.tree import dotted, leaves, num_bytes, off_tree, size, static, tree, unchecked
 
@@ -334,7 +334,7 @@ def rewound(state: State, before: State) -> State:
 
 
 def version_in(leases: Sequence[Lease], host: Host, rows: Sequence[int]) -> Version:
-    """The version of `rows` of a state (-1: none) where they lie in these leases: in one that is new as never written."""
+    """The version of `rows` of a state (-1: none) in these leases; what lies in a new one was never overwritten."""
     held = zip(leases, rows, strict=True)
     kept = [row if row >= 0 and lease is host.leases[row] else -1 for lease, row in held]
     return Version(tuple(host.version.epochs[row] if row >= 0 else 0 for row in kept), host.version.extent)
@@ -391,7 +391,7 @@ def known(values: Tensor | Sequence[int]) -> list[int] | None:
     """Values as a list where reading them costs no device sync, else None."""
     if not isinstance(values, Tensor):
         return list(values)
-    return None if valueless(values) or values.device.type != "cpu" else values.tolist()
+    return values.tolist() if readable(values) else None
 
 
 def committed_host(host: Host, accepted: list[int] | None) -> Host:

@@ -6,7 +6,7 @@ Everything a layer needs to know beside its own parameters and past is in a `Ste
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -14,14 +14,14 @@ from jaxtyping import Int
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack, is_functorch_wrapped_tensor
 
-from lowering.host import HostLengths, symbolic, valueless
+from lowering.host import HostLengths, valueless
 from lowering.ops.ragged import row_of_token
 from lowering.ops.sampling import mix
 from params.tree import leaves, map
 
-from .batch import Batch, check_room
+from .batch import Batch, check_layout, check_room
 from .errors import StateError
-from .pages import Extent, Version
+from .pages import Version
 from .rows import reserve
 from .state import (
     Appended,
@@ -66,8 +66,8 @@ class Step:
     host: HostLengths | None = None
     log: TokenLog | None = None
     state: State | None = None
-    growth: Growth = Growth((), ())
-    version: Version = field(default_factory=lambda: Version((), Extent(exact=True)))
+    growth: Growth | None = None
+    version: Version | None = None
 
     def past(self, layer: int, kind: type[E]) -> E | None:
         """The entry of `layer` before this forward, None without a state. `StateError` unless it is of that kind."""
@@ -121,7 +121,7 @@ def ready(state: State, batch: Batch, keep_steps: bool) -> tuple[State, Growth]:
 
 def finish(step: Step, layers: Sequence[Entry | None]) -> State | None:
     """The state after the forward, with the layers' new entries."""
-    if step.state is None:
+    if step.state is None or step.growth is None or step.version is None:
         return None
     entries = tuple(entry for entry in layers if entry is not None)
     if len(entries) != len(step.state.layers):
@@ -164,25 +164,6 @@ def _rows_of(batch: Batch) -> Tensor:
     if batch.uniform and batch.max_query == 1:
         return torch.arange(tokens, device=batch.tokens.device)
     return row_of_token(batch.query_start, tokens)
-
-
-def check_layout(batch: Batch) -> None:
-    """`ValueError` for a batch without tokens, or static hints that its shapes contradict."""
-    tokens = batch.tokens.shape[0]
-    if tokens == 0:
-        raise ValueError("the batch has no tokens: every row idles; skip the call, or pad the batch")
-    if batch.uniform and batch.rows * batch.max_query != tokens:
-        raise ValueError(
-            f"the batch says uniform, {batch.rows} rows of {batch.max_query} tokens, and holds {tokens} tokens; "
-            "make it with Batch.from_lists or Batch.from_tokens"
-        )
-    if symbolic(batch.counts):
-        return
-    if sum(batch.counts) > tokens or max(batch.counts, default=0) > batch.max_query:
-        raise ValueError(
-            f"the batch's counts {list(batch.counts)} do not fit its {tokens} tokens and max_query={batch.max_query}; "
-            "make it with Batch.from_lists or Batch.from_tokens"
-        )
 
 
 def _checked_growth(state: State, batch: Batch, keep_steps: bool) -> Growth:

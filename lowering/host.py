@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 if TYPE_CHECKING:
@@ -54,6 +55,11 @@ def valueless(x: Tensor) -> bool:
     Not asked of the mode in force: operators can be watched (their FLOPs counted, say) and run all the same.
     """
     return torch.compiler.is_compiling() or isinstance(x, FakeTensor)
+
+
+def readable(x: Tensor) -> bool:
+    """Whether the values of `x` can be read without waiting for a device, and are those of the call."""
+    return x.device.type == "cpu" and not valueless(x) and not is_functorch_wrapped_tensor(x)
 
 
 def symbolic(values: Iterable[HostInt]) -> bool:

@@ -81,7 +81,7 @@ class History:
         accepted = torch.tensor([self.rng.randint(0, n) for n in counts])
         if self.exact or self.rng.random() < 0.5:
             return fm.commit(pending, accepted)
-        with mock.patch.object(states, "known", lambda values: None):
+        with mock.patch.object(states, "known", return_value=None):
             return fm.commit(pending, accepted)
 
     def propose(self, state: State) -> State:
@@ -90,6 +90,8 @@ class History:
         for _ in range(self.rng.randint(1, 2)):
             counts = self.counts(ahead, 2)
             ahead = self.grown(ahead, counts) if any(counts) else ahead
+        if self.rng.random() < 0.3:
+            self.keep(ahead)
         return rewound(ahead, state)
 
     def read(self, state: State) -> State:
@@ -198,7 +200,7 @@ def test_copies_know_what_was_overwritten(copied: Callable[[list[State]], list[S
     )  # fmt: skip
     old = history.grown(empty, [3])
     new = history.grown(empty, [2])
-    with mock.patch.object(states, "known", lambda values: None):
+    with mock.patch.object(states, "known", return_value=None):
         bounded = fm.commit(history.grown(new, [4], keep=True), [2])
     history.grown(bounded, [1])
     found = [overwritten_rows(state) for state in copied([empty, old, new, bounded])]

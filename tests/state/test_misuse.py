@@ -258,17 +258,56 @@ def test_a_batch_made_by_hand_says_how_long_its_rows_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hints", "message"),
+    ("starts", "hints", "message"),
     [
-        ({"max_query": 4, "uniform": True}, "the batch says uniform, 2 rows of 4 tokens, and holds 6 tokens"),
-        ({"max_query": 4, "counts": (4, 3)}, "counts [4, 3] do not fit its 6 tokens and max_query=4"),
-        ({"max_query": 3, "counts": (4, 2)}, "counts [4, 2] do not fit its 6 tokens and max_query=3"),
+        ([0, 4, 6], {"max_query": 4, "uniform": True}, "the batch says uniform, 2 rows of 4 tokens, and holds 6"),
+        ([0, 4, 6], {"max_query": 4, "counts": (4, 3)}, "counts [4, 3] do not fit its 6 tokens and max_query=4"),
+        ([0, 4, 6], {"max_query": 3, "counts": (4, 2)}, "counts [4, 2] do not fit its 6 tokens and max_query=3"),
+        ([0, 4, 6], {"max_query": 4, "counts": (4, -1)}, "counts [4, -1] do not fit its 6 tokens"),
+        ([0, 4, 6], {"max_query": 4, "counts": (4,)}, "the batch has 2 rows and counts for 1"),
+        ([0, 4, 6], {"max_query": 4, "counts": (2, 4)}, "[4, 2] tokens by query_start, and counts say [2, 4]"),
+        ([0, 4, 6], {"max_query": 3}, "[4, 2] tokens by query_start, and at most max_query=3"),
+        ([0, 4, 6], {"max_query": 3, "uniform": True}, "[4, 2] tokens by query_start, and exactly max_query=3"),
+        ([2, 4, 6], {"max_query": 4}, "query_start [2, 4, 6] must begin at 0"),
+        ([0, 4, 7], {"max_query": 4}, "query_start [0, 4, 7] must begin at 0, never fall, and end within its 6 tokens"),
+        ([0, 4, 3], {"max_query": 4}, "query_start [0, 4, 3] must begin at 0, never fall"),
+        ([0], {"max_query": 4}, "the batch has no rows"),
+        ([[0, 4, 6]], {"max_query": 4}, "query_start must be integers [rows + 1], found torch.int32 [1, 3]"),
+        ([0, 4, 6], {"max_query": 4, "positions": torch.zeros(6, 1).long()}, "6 tokens, and positions [6, 1]"),
+        ([0, 4, 6], {"max_query": 4, "positions": torch.zeros(1, 1).long()}, "6 tokens, and positions [1, 1]"),
+        ([0, 4, 6], {"max_query": 4, "positions": torch.zeros(6).long()}, "positions must be integers [axes, 6]"),
+        ([0, 4, 6], {"max_query": 4, "positions": torch.zeros(3, 6)}, "positions must be integers [axes, 6]"),
+        ([0, 4, 6], {"max_query": 4, "tokens": torch.full((6,), 10**6)}, "token 0 of the batch: id 1000000 is out of"),
+        ([0, 4, 6], {"max_query": 4, "tokens": torch.arange(6) - 1}, "token 0 of the batch: id -1 is out of range"),
+        ([0, 4, 6], {"max_query": 4, "tokens": torch.zeros(6)}, "tokens must be integers [tokens], found torch.float"),
     ],
-)
-def test_hints_that_contradict_a_batch(one: Pair, hints: dict[str, Any], message: str) -> None:
-    batch = fm.Batch(torch.arange(6), torch.tensor([0, 4, 6], dtype=torch.int32), **hints)
-    with refuses(ValueError, message):
-        one.model.forward(one.params, None, batch)
+)  # fmt: skip
+@pytest.mark.parametrize("rows", [None, 2])
+@pytest.mark.plain
+def test_batches_that_contradict_themselves(
+    one: Pair, starts: list[Any], hints: dict[str, Any], message: str, rows: int | None
+) -> None:
+    parts = {"tokens": torch.arange(6), "query_start": torch.tensor(starts, dtype=torch.int32)}
+    batch = fm.Batch(**parts | hints)
+    state = None if rows is None else one.model.init_state(rows, 12)
+    calls = [lambda: one.model.forward(one.params, state, batch)]
+    # Only a state brings a vocabulary.
+    calls += [lambda: fm.check(batch, state)] if state is not None or "of the batch: id" not in message else []
+    for call in calls:
+        with refuses(ValueError, message):
+            call()
+
+
+def test_rotary_positions_of_text_and_of_images(one: Pair) -> None:
+    batch = fm.Batch.from_lists([[1, 2, 3], [4, 5]])
+    place = torch.tensor([[3, 1, 4, 1, 5]])
+    logits = [
+        one.model.forward(one.params, None, replace(batch, positions=place.expand(axes, 5)))[0].logits
+        for axes in (1, 3)
+    ]
+    assert_close(logits[0], logits[1], looser=1, reason="one table of angles against three")
+    with refuses(ValueError, "positions have 2 axes; give one for text, three"):
+        one.model.forward(one.params, None, replace(batch, positions=place.expand(2, 5)))
 
 
 def test_a_wrong_output_name_takes_no_pages(one: Pair) -> None:
