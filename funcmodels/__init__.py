@@ -1,34 +1,47 @@
 """Language models as pure functions: `forward(params, state, batch) -> (output, state)`."""
 
-from params.errors import CheckpointError, ConfigError
+from __future__ import annotations
 
-from .batch import Batch, check
-from .calibration import input_ranges
-from .drafts import draft
-from .errors import OutOfPages, StaleStateError, StateError
-from .generate import generate, requests_of, serve
-from .loading import load
-from .model import Model, build
-from .output import Output
-from .parallel import ranks_of
-from .penalties import TokenCounts
-from .requests import Event, Request, Result
-from .round import Round
-from .rows import fork, fork_into, release, select
-from .sampling import CoupledNoise, DraftNoise, RowSampling, Sampling, sample
-from .saving import save
-from .shape_checks import disable_shape_checks, enable_shape_checks, shape_checked, wanted
-from .speculative import Carry, Draft, Proposal, Verdict, next_tokens, verify
-from .state import State, commit, logical, read_lengths
+import importlib
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Batch", "Carry", "CheckpointError", "ConfigError", "CoupledNoise", "Draft", "DraftNoise", "Event", "Model",
-    "OutOfPages", "Output", "Proposal", "Request", "Result", "Round", "RowSampling", "Sampling", "StaleStateError",
-    "State", "StateError", "TokenCounts", "Verdict", "build", "check", "commit", "disable_shape_checks", "draft",
-    "enable_shape_checks", "fork", "fork_into", "generate", "input_ranges", "load", "logical", "next_tokens",
-    "ranks_of", "read_lengths", "release", "requests_of", "sample", "save", "select", "serve", "shape_checked",
-    "verify",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from .public import *  # noqa: F403 (what it offers is in its __all__)
 
-if wanted():
-    enable_shape_checks()
+
+def _check_found(*names: str) -> None:
+    """`ImportError` where a file of the user's hides a package that lies beside this one."""
+    beside = Path(__file__).resolve().parent.parent
+    for name in names:
+        spec = find_spec(name)
+        origin = None if spec is None else spec.origin
+        if origin is None or Path(origin).resolve().parent.parent != beside:
+            raise ImportError(
+                f"funcmodels needs the package {name!r} of {beside}, and Python finds {origin or 'none'} under that "
+                "name; rename that file or folder, or start Python in another directory"
+            )
+
+
+def __getattr__(name: str) -> Any:
+    """A module of this package, or a public name, all of which are then loaded: `--help` does not wait for Torch."""
+    if find_spec(f"{__name__}.{name}") is not None:
+        return importlib.import_module(f".{name}", __name__)
+    public = importlib.import_module(".public", __name__)
+    names = {shown: getattr(public, shown) for shown in public.__all__}
+    globals().update(names, __all__=public.__all__)
+    if name not in names and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion."""
+    return [*globals(), *importlib.import_module(".public", __name__).__all__]
+
+
+_check_found("params", "lowering")
+if os.environ.get("FUNCMODELS_SHAPE_CHECKS", "0") not in ("", "0"):
+    importlib.import_module(".public", __name__).enable_shape_checks()

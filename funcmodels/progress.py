@@ -9,21 +9,28 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from typing import TYPE_CHECKING
 
 from params.tree import size
 
 from .requests import Event
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PATIENCE = 1.0
 """Seconds before progress is shown: what is over sooner shows nothing."""
 
 
 def _status(what: str) -> AbstractContextManager[object]:
-    console = Console(stderr=True)
+    console = _terminal()
     return console.status(_capturing(what)) if console.is_terminal else nullcontext()
+
+
+def _terminal() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True)
 
 
 def _capturing(what: str) -> str:
@@ -42,7 +49,7 @@ def capturing(what: str) -> AbstractContextManager[object]:
 @contextmanager
 def shown(requests: int, state_bytes: int, console: Console | None = None) -> Iterator[Callable[[Event], None]]:
     """A bar of `requests` done, tokens and tokens a second; gives what it wants to be called with: each event."""
-    console = Console(stderr=True) if console is None else console
+    console = console or _terminal()
     if not console.is_terminal:
         yield lambda event: None
         return
@@ -59,6 +66,8 @@ class _Bar:
     """The bar of `shown`, drawn once there was time to get impatient."""
 
     def __init__(self, requests: int, state_bytes: int, console: Console) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
         done, speed = "{task.completed}/{task.total} prompts", "{task.fields[speed]:.0f} tokens/s"
         texts = (f"{done}, {{task.fields[tokens]}} tokens, {speed}", "{task.description}")
         columns = (BarColumn(), *map(TextColumn, texts), TimeElapsedColumn())

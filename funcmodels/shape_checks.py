@@ -11,18 +11,17 @@ the same for a function of your own. Nothing is checked inside `torch.compile`.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import inspect
-import os
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
 import torch
-from beartype import BeartypeConf
-from beartype.door import is_bearable
 from jaxtyping import AbstractArray, TypeCheckError, jaxtyped
 from torch import Tensor
 
@@ -31,10 +30,8 @@ from params.tree import describe
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-ENVIRONMENT = "FUNCMODELS_SHAPE_CHECKS"
 PACKAGES = ("funcmodels", "lowering", "params")
 
-_RULES = BeartypeConf(is_pep484_tower=True)
 _MARK = "__shape_checked__"
 _OP_CALL = Op.__call__
 
@@ -69,11 +66,6 @@ def disable_shape_checks() -> None:
     for op in OPS.values():
         op.body = _plain(op.body)
     Op.__call__ = _OP_CALL
-
-
-def wanted() -> bool:
-    """Whether the environment asks for checks from the start."""
-    return os.environ.get(ENVIRONMENT, "0") not in ("", "0")
 
 
 def shape_checked(function: F) -> F:
@@ -115,15 +107,25 @@ def _call(contract: _Contract, function: Callable[..., Any], args: tuple[Any, ..
         given = contract.signature.bind(*args, **kwargs).arguments
     except TypeError:
         return function(*args, **kwargs)  # raises the same, in the function's own name
+    is_bearable = _checker()
     # jaxtyping binds axis names to the innermost open context, so all checks of a call are made in this one.
     with jaxtyped("context"):
         for name, value in given.items():
-            if name in contract.hints and not is_bearable(value, contract.hints[name], conf=_RULES):
+            if name in contract.hints and not is_bearable(value, contract.hints[name]):
                 raise TypeCheckError(_complaint(contract, given, name, value))
         result = function(*args, **kwargs)
-        if "return" in contract.hints and not is_bearable(result, contract.hints["return"], conf=_RULES):
+        if "return" in contract.hints and not is_bearable(result, contract.hints["return"]):
             raise TypeCheckError(_complaint(contract, given, "return", result))
     return result
+
+
+@functools.cache
+def _checker() -> Callable[[Any, Any], bool]:
+    """Whether a value fits a hint. Made at the first checked call: beartype takes long to import."""
+    from beartype import BeartypeConf
+    from beartype.door import is_bearable
+
+    return functools.partial(is_bearable, conf=BeartypeConf(is_pep484_tower=True))
 
 
 # Finding the functions.
@@ -194,9 +196,9 @@ def _resolved(annotation: Any, function: Callable[..., Any]) -> Any:
     names = inspect.unwrap(function).__globals__
     try:
         return eval(annotation, names)
-    except NameError:  # a class that the module imports for type checkers only
+    except NameError:  # a class that the module imports for type checkers only: one of ours, or no array
         classes = {cls.__name__: cls for cls in _classes()}
-        return eval(annotation, {**classes, **names})
+        return eval(annotation, {}, defaultdict(lambda: Any, {**vars(builtins), **classes, **names}))
 
 
 # Saying what is wrong.

@@ -4,6 +4,10 @@
 those of torch_npu's fused operators.
 """
 
+from . import beside  # noqa: F401
+
+# isort: split
+
 # Kernels are tried in the order registered: a fused operator before anything made of Torch's own.
 from . import npu as npu_kernels
 from . import ops, policy

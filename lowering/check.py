@@ -12,7 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -23,7 +23,6 @@ from params.quant.values import QuantizedWeight, SplitWeight
 
 from . import registry
 from . import target as targets
-from .cases import CASES, Case, live
 from .npu.features import missing
 from .op import Kernel, Op
 from .policy import MODE, use
@@ -31,6 +30,9 @@ from .sheet import Sheet
 from .target import Target
 from .tolerances import VANISHED, bound
 from .weights import PreparedWeight, plain
+
+if TYPE_CHECKING:
+    from .cases import Case
 
 BROKEN = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 """What a kernel may raise on a device; the check goes on to the next."""
@@ -117,6 +119,8 @@ def check_device(
     An Ascend target on a CPU needs the CPU references of its operators loaded (`lowering.npu_reference.load`).
     """
     dtypes = (torch.float32, torch.bfloat16) + (() if device.type == "cpu" else (torch.float16,))
+    from .cases import CASES
+
     found: list[Outcome] = []
     with use(target=target), torch.no_grad():
         for case in progress(CASES):
@@ -240,6 +244,8 @@ def settled(op: Op, args: Any, kwargs: Any, result: Any) -> Any:
         starts = given["query_start"]
         half = torch.full((len(starts) - 1,), given["max_query"] // 2, dtype=torch.int32, device=starts.device)
         result = (*result[:-1], result[-1].at(half)[:-1])
+    from .cases import live
+
     return live(op.name, result)
 
 

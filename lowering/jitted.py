@@ -21,8 +21,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from torch._C._functorch import get_interpreter_stack
 
@@ -181,6 +179,9 @@ class Jitted:
             raise ValueError(f"warm: {self.name} was given {len(batches)} batches; buckets are sizes of one")
         # The smaller ones find room in the memory of the largest.
         sizes = sorted(buckets, key=lambda bucket: bucket if isinstance(bucket, int) else bucket[0], reverse=True)
+        from rich.console import Console
+        from rich.progress import track
+
         console = Console(stderr=True)
         shown = track(sizes, "capturing", console=console, transient=True) if console.is_terminal else sizes
         for bucket in shown:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 
 @dataclass
@@ -27,6 +28,9 @@ class Sheet:
 
     def table(self) -> Table:
         """The rows as a rich table, without the notes."""
+        from rich.markup import escape
+        from rich.table import Table
+
         table = Table(title=escape(self.title), title_justify="left")
         for column in self.columns:
             table.add_column(column, justify="right" if column in self.numbers else "left", overflow="fold")
@@ -50,6 +54,8 @@ class Sheet:
 
     def drawn(self) -> str:
         """As on a terminal, without colours: for `repr`."""
+        from rich.console import Console
+
         out = io.StringIO()
         self._draw(Console(file=out, width=120, force_jupyter=False, force_terminal=False))
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import funcmodels as fm
-from funcmodels import cli, loading
+from funcmodels import cli, commands, loading
+from lowering.target import EVERY
 from tests import tiny
 
 
@@ -88,9 +89,9 @@ def test_generate_without_a_prompt_says_what_it_continues(
     monkeypatch.setattr(loading, "BUNDLED", directory)
     found = run("generate", "--max-new-tokens", 1)
     assert found.code == 0
-    assert "no --prompt given; continuing this piece of Python:" in found.err and cli.PROMPT in found.err
+    assert "no --prompt given; continuing this piece of Python:" in found.err and commands.PROMPT in found.err
     assert "decode: 0 tokens" in found.err
-    assert found.out == run("generate", "--prompt", cli.PROMPT, "--max-new-tokens", 1, "--model", directory).out
+    assert found.out == run("generate", "--prompt", commands.PROMPT, "--max-new-tokens", 1, "--model", directory).out
 
 
 def test_generate_loads_in_the_dtype_asked_for(
@@ -102,7 +103,7 @@ def test_generate_loads_in_the_dtype_asked_for(
         seen.append(params.embed.weight.dtype)
         return fm.generate(model, params, *rest, **options)
 
-    monkeypatch.setattr(cli, "generate", generate)
+    monkeypatch.setattr(commands, "generate", generate)
     for flags in ([], ["--dtype", "bfloat16"]):
         assert run("generate", "--model", directory, "--prompt", "x", "--max-new-tokens", 1, *flags).code == 0
     assert seen == [torch.float32, torch.bfloat16]
@@ -117,7 +118,7 @@ def test_generate_captures_and_sets_the_dtype_of_states(
         seen.append((options["backend"], options["recurrent_dtype"]))
         return fm.generate(*args, **options)
 
-    monkeypatch.setattr(cli, "generate", generate)
+    monkeypatch.setattr(commands, "generate", generate)
     asked = ["generate", "--model", directory, "--prompt", "def f(", "--max-new-tokens", 5]
     plain, captured = run(*asked), run(*asked, "--backend", "fx")
     assert captured.out == plain.out and "captured" not in plain.err
@@ -185,6 +186,10 @@ def test_wrong_arguments_are_exit_code_2(argv: str, capsys: pytest.CaptureFixtur
     assert "usage: funcmodels" in capsys.readouterr().err
 
 
+def test_help_names_every_target() -> None:
+    assert cli.TARGETS == EVERY
+
+
 @pytest.mark.parametrize(
     ("error", "code", "says"), [(KeyboardInterrupt, 130, "interrupted"), (MemoryError("x"), 2, "x")]
 )
@@ -199,7 +204,7 @@ def test_interruption_and_full_memory(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "generate", fail)
+    monkeypatch.setattr(commands, "generate", fail)
     found = run("generate", "--model", directory, "--prompt", "x")
     assert found.code == code and says in found.err and "Traceback" not in found.err
 
@@ -207,7 +212,7 @@ def test_interruption_and_full_memory(
 def test_faults_of_ours_keep_their_traceback(
     run: Callable[..., Run], directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "generate", lambda *_, **__: {}["missing"])
+    monkeypatch.setattr(commands, "generate", lambda *_, **__: {}["missing"])
     with pytest.raises(KeyError):
         run("generate", "--model", directory, "--prompt", "x")
 

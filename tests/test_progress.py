@@ -30,11 +30,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """What standard error would show if it were a terminal, of people without patience."""
     shown = io.StringIO()
 
-    def console(**given: Any) -> Console:
-        assert given == {"stderr": True}
-        return Console(file=shown, force_terminal=True, width=140)
-
-    monkeypatch.setattr(progress, "Console", console)
+    monkeypatch.setattr(progress, "_terminal", lambda: Console(file=shown, force_terminal=True, width=140))
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     return shown
 

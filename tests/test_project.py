@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
+import pkgutil
 import re
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,13 +50,62 @@ def test_the_command_exists() -> None:
 
 
 @pytest.mark.parametrize("package", [funcmodels, lowering, params], ids=lambda package: package.__name__)
-def test_public_names_exist_and_are_documented(package: object) -> None:
-    names: list[str] = vars(package)["__all__"]
+def test_public_names_exist_and_are_documented(package: Any) -> None:
+    names: list[str] = package.__all__
     assert names == sorted(names, key=lambda name: (not name.isupper(), name.islower(), name))
     assert len(names) == len(set(names))
     for name in names:
         value = getattr(package, name)
         assert isinstance(value, (dict, tuple)) or value.__doc__, f"{name} has no docstring"
+
+
+def test_no_module_of_the_package_has_a_public_name() -> None:
+    # Importing the module would put it where the name is looked for.
+    assert not {found.name for found in pkgutil.iter_modules(funcmodels.__path__)} & set(funcmodels.__all__)
+
+
+IMPORTS = """
+import sys
+from funcmodels import cli
+for words in (["--help"], ["lower", "--help"], ["generat"], ["generate", "--top-k", "x"]):
+    try:
+        cli.main(words)
+    except SystemExit:
+        pass
+assert not {"torch", "rich", "lowering", "params"} & set(sys.modules), "to show help"
+import funcmodels
+assert funcmodels.load and len(dir(funcmodels)) > 40
+slow = ["torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes", "sympy", "beartype", "rich"]
+slow += ["huggingface_hub", "tokenizers", "transformers", "lowering.cases"]
+print(*[name for name in slow if name in sys.modules])
+"""
+
+
+@pytest.mark.plain
+def test_what_importing_costs() -> None:
+    """Half of the import's time and memory was once dynamo's, and help waited for all of it."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, ""), done.stderr
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [("funcmodels", "params.py"), ("funcmodels", "lowering.py"), ("lowering", "params/__init__.py")],
+)
+def test_a_file_that_hides_a_package_is_named(package: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("raise SystemExit('not to be run')")
+    found = subprocess.run(
+        [sys.executable, "-c", f"import {package}"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 1
+    assert f"Python finds {tmp_path / name} under that name; rename" in found.stderr.splitlines()[-1]
 
 
 def texts() -> list[Path]:

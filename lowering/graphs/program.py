@@ -23,11 +23,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from ..errors import CaptureError
-from .symbols import HostSymbols, Tracing, place
 
 
 @dataclass(frozen=True)
@@ -130,6 +128,11 @@ def trace(
     of the arguments that have some. Raises `CaptureError` where the function reads a value on the host, branches on a
     host integer or has no successor for a donated argument, and what the function itself raises.
     """
+    # Symbols bring sympy and dynamo, twice what all else here takes to import; only a capture needs them.
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from .symbols import HostSymbols, Tracing, place
+
     layout = _Layout.of(given, donated, staged, host)
     count = len(layout.tensors)
     made: list[_Results] = []

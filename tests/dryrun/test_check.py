@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import lowering
-from lowering import LoweringError, check, ops
+from lowering import LoweringError, cases, check, ops
 from lowering.__main__ import main
 from lowering.cases import CASES, VERIFY, Case, Draw, delta
 from lowering.target import TARGETS
@@ -25,7 +25,7 @@ FEW = tuple(case for case in CASES if case.op in ("geglu", "route_softmax", "wri
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases of three ops: floating point, integers beside it, and one that writes in place."""
-    monkeypatch.setattr(check, "CASES", FEW)
+    monkeypatch.setattr(cases, "CASES", FEW)
 
 
 @pytest.fixture

@@ -1,0 +1,186 @@
+"""What the commands of `cli` do."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import lowering
+import params as checkpoints
+from lowering import LoweringError, Report, Sheet
+
+from . import cli
+from .batch import Batch
+from .drafts import default_draft
+from .errors import StateError
+from .generation import generate
+from .loading import load, open_checkpoint, without_weights
+from .parallel import ranks_of, started
+from .requests import Event, Result
+from .sampling import Sampling
+from .state import State
+
+DTYPES = {name: getattr(torch, name) for name in cli.DTYPES}
+PROMPT = 'def read_lines(path):\n    """Return the lines of a text file, without line ends."""'
+"""Ends without a newline: the bundled model's tokens join one with the indentation that follows it."""
+ERRORS = (ValueError, LoweringError, StateError, OSError, MemoryError, ArithmeticError)
+"""What a user can mend: bad input, checkpoint, target or device. Everything else is a fault and shows a traceback."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command that was parsed; the exit code."""
+    try:
+        return COMMANDS[args.command](args)
+    except BrokenPipeError:
+        raise
+    except ERRORS as error:
+        if args.traceback:
+            raise
+        print(f"funcmodels {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _generate(args: argparse.Namespace) -> int:
+    sampling = Sampling(
+        args.temperature, args.top_k, args.top_p, args.min_p, args.seed, args.repetition_penalty, args.presence_penalty,
+        args.frequency_penalty, tuple(args.logit_bias),
+    )  # fmt: skip
+    _check_device(args.device)
+    if args.tp == 1:
+        return _continue(args, sampling, args.device, None)
+    with started(args.tp, args.device) as (mesh, device):
+        ranks = ranks_of(mesh, whole_experts=args.whole_experts)
+        with nullcontext() if ranks.rank == 0 else _silence():
+            return _continue(args, sampling, device, ranks)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """For ranks after the first: all of them find the same tokens."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        yield
+
+
+def _continue(args: argparse.Namespace, sampling: Sampling, device: str, ranks: checkpoints.Ranks | None) -> int:
+    """Continue the prompt, and show what ran."""
+    prompt = PROMPT if args.prompt is None else args.prompt
+    model, params = load(args.model, dtype=DTYPES.get(args.dtype), device=device, mesh=ranks)
+    if args.backend is None:
+        params = lowering.prepare(params)  # for kernels that a compiler does better than
+    clock = [(time.perf_counter(), 0)]
+
+    def show(event: Event) -> None:
+        clock.append((time.perf_counter(), len(event.tokens)))
+        if len(clock) == 2 and args.prompt is None:
+            print(f"no --prompt given; continuing this piece of Python:\n\n{prompt}", file=sys.stderr, flush=True)
+        print(event.text, end="", flush=True)
+
+    options: dict[str, Any] = {"draft": args.draft or default_draft(model), "draft_steps": args.draft_steps}
+    options |= {"recurrent_dtype": DTYPES[args.recurrent_dtype], "backend": args.backend, "sampling": sampling}
+    with lowering.record() as report:
+        result = generate(model, params, [prompt], args.max_new_tokens, stream=show, **options)[0]
+    print(flush=True)
+    figures = *_speeds(result, clock, args.backend is not None), *_acceptance(options["draft"], result)
+    print("", *figures, sep="\n", file=sys.stderr)
+    _print_report("kernels", report, Console(stderr=True))
+    return 0
+
+
+def _speeds(result: Result, clock: Sequence[tuple[float, int]], captured: bool) -> list[str]:
+    """How long prefill and decoding took, by the times and tokens of the events. The first round of each captures."""
+    first = min(1 + captured, len(clock) - 1)
+    decoded = _speed("decode", sum(count for _, count in clock[first + 1 :]), clock[-1][0] - clock[first][0])
+    if captured:
+        return [f"first rounds, captured: {clock[first][0] - clock[0][0]:.2f} s", decoded]
+    return [_speed("prefill", result.prompt_tokens, clock[1][0] - clock[0][0]), decoded]
+
+
+def _speed(phase: str, tokens: int, seconds: float) -> str:
+    rate = f", {tokens / seconds:.1f} tokens/s" if tokens and seconds else ""
+    return f"{phase}: {tokens} tokens in {seconds:.2f} s{rate}"
+
+
+def _acceptance(draft: str, result: Result) -> list[str]:
+    """How many tokens a round of speculation gave, and how often the draft of each place was taken."""
+    if not (result.accepted and result.rounds):
+        return []
+    places = ", ".join(f"{count / result.rounds:.0%}" for count in result.accepted)
+    each = (len(result.tokens) - 1) / result.rounds
+    return [f"draft {draft}: {each:.2f} tokens a round in {result.rounds} rounds; accepted by position: {places}"]
+
+
+def _check_device(device: str) -> None:
+    if device.split(":")[0] == "meta":
+        raise ValueError(f"device {device!r} holds shapes without values, so nothing can run; give another")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise ValueError(
+            f"device {device!r} cannot be used here: {error}; "
+            'an Ascend NPU needs CANN and pip install "funcmodels[npu]"'
+        ) from error
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    directory, _, model = open_checkpoint(args.directory)
+    spec = model.param_spec()
+    found = checkpoints.inspect(directory, spec, model.family.names)
+    count = sum(leaf.numel for leaf in checkpoints.leaves(spec))
+    print(f"{type(model.config).__name__}: {count:,} parameters")
+    for name, value in asdict(model.config).items():
+        print(f"  {name} = {value}")
+    print()
+    console = Console()
+    if console.is_terminal:
+        title = str(found).split("\n", 1)[0]
+        Sheet(title, ("tensor", "type", "file", "leaf", "part", "note"), found.rows).show(console)
+        print("\n".join(found.problems))
+    else:
+        print(found)
+    return 0 if found.ok else 1
+
+
+def _lower(args: argparse.Namespace) -> int:
+    if args.tokens < 1:
+        raise ValueError(f"--tokens must be at least 1, found {args.tokens}")
+    dtypes = {"dtype": DTYPES[args.dtype], "recurrent_dtype": DTYPES[args.recurrent_dtype]}
+    model, params = without_weights(args.model, dtypes["dtype"], dict(args.quantize))
+    if args.tokens > model.config.max_position_embeddings:
+        raise ValueError(f"--tokens {args.tokens}: the model takes {model.config.max_position_embeddings} at most")
+    targets = list(dict.fromkeys(args.target))
+    names = ", ".join(targets)
+    sheets = []
+    for phase, tokens, held in (("decode", 1, args.tokens), ("prefill", args.tokens, 0)):
+        state = _holding(held, model.init_state(args.rows, held + tokens, **dtypes, device="meta"))
+        batch = Batch.from_lists([[0] * tokens] * args.rows, state)
+        lowered = [lowering.lower(model.forward, params, state, batch, target=name) for name in targets]
+        title = f"{phase}, {args.rows} x {tokens} tokens, {args.dtype}, {names}, rows that hold {held}"
+        sheets.append(lowering.compared(lowered, title))
+        sheets[-1].show(Console())
+    if args.html is not None:
+        Path(args.html).write_text(lowering.page(f"{args.model} lowered to {names}", sheets), encoding="utf-8")
+        print(f"\nwritten to {args.html}", file=sys.stderr)
+    return 0
+
+
+def _holding(tokens: int, state: State) -> State:
+    """A state without values, as it would be when each row holds `tokens`."""
+    lengths = (tokens,) * state.rows
+    return replace(state, host=replace(state.host, lengths=lengths, least=lengths))
+
+
+def _print_report(title: str, report: Report, console: Console) -> None:
+    replace(report.sheet(), title=title).show(console)
+
+
+COMMANDS = {"generate": _generate, "inspect": _inspect, "lower": _lower}
