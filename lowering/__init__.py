@@ -12,7 +12,7 @@ from . import beside  # noqa: F401
 from . import npu as npu_kernels
 from . import ops, policy
 from . import torch as torch_kernels
-from .check import Comparison, compare
+from .comparison import Comparison, compare
 from .errors import CaptureError, LoweringError, RecaptureWarning
 from .html import page
 from .jitted import HostSide, Jitted, host_side, jit

@@ -1,27 +1,35 @@
 """The command line of `lowering`: `python -m lowering check` and `python -m lowering fetch-torch-npu`.
 
 `check` runs every kernel on the device that is here, prints a table and writes a page and a JSON file for a bug report.
-Exit codes: 0, 1 when a kernel fails, 2 for a mistake in what was asked.
+It runs them in a process of its own and starts another where a kernel hangs or kills it. Every outcome is written to a
+journal (STEM.jsonl) as it comes; after Ctrl-C or a lost machine, `--resume` goes on from there.
+
+Exit codes: 0 when every kernel was run and holds, 1 when one fails or was not run, 2 for a mistake in what was asked,
+130 after Ctrl-C, with a report of what was run.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import track
 
 from . import target as targets
-from .cases import Case
-from .check import check_device
+from .check import Checked
 from .dryrun import fetch
 from .dryrun.stubs import stubs
 from .errors import LoweringError
 from .html import page
+from .journal import Journal, supervise, work
+
+TOLD = 30.0
+"""Seconds between lines of progress where nobody looks at a terminal."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return args.run(args)
-    except (LoweringError, OSError) as error:
+    except (LoweringError, OSError, ImportError) as error:
         print(f"python -m lowering {args.command}: {error}", file=sys.stderr)
         return 2
 
@@ -46,7 +54,16 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", help="with --device cpu: rehearse the check of an Ascend through CPU references of its operators"
     )
-    parser.add_argument("--output", default="lowering-check", metavar="STEM", help="of STEM.html and STEM.json")
+    parser.add_argument("--only", action="append", default=[], metavar="OP", help="an op; several times for several")
+    parser.add_argument("--output", default="lowering-check", metavar="STEM", help="of STEM.html, .json and .jsonl")
+    parser.add_argument("--resume", action="store_true", help="go on from the journal of STEM.jsonl")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="after which a kernel hangs (default 600)"
+    )
+    parser.add_argument(
+        "--import", dest="modules", action="append", default=[], metavar="MODULE", help="one that registers kernels"
+    )
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
 
 
 def _fetch(args: argparse.Namespace) -> int:
@@ -56,22 +73,74 @@ def _fetch(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
+    stem = Path(args.output)
+    journal = Journal(stem.with_name(f"{stem.name}.jsonl"))
+    if args.worker:
+        return _work(args, journal)
+    journal.path.open("a" if args.resume else "w", encoding="utf-8").close()
+    command = [sys.executable, "-X", "faulthandler", "-m", "lowering", "check", "--worker", f"--output={stem}"]
+    named = (("device", [args.device]), ("target", [args.target]), ("only", args.only), ("import", args.modules))
+    command += [f"--{option}={value}" for option, values in named for value in values if value is not None]
+    told = _Told()
+    try:
+        code = supervise(command, journal, args.timeout, told)
+    except KeyboardInterrupt:
+        code = 130
+    found, _ = journal.read()
+    if found is None:
+        return code or 1  # the process has said why
+    told.end(found)
+    _report(found, stem)
+    if len(found.outcomes) < found.planned:
+        print("not finished; the same command with --resume goes on", file=sys.stderr)
+    return code if code in (2, 130) else 0 if found.ok else 1
+
+
+def _work(args: argparse.Namespace, journal: Journal) -> int:
+    """What the process that `_check` starts does."""
+    for name in args.modules:
+        importlib.import_module(name)
     device = _device(args.device)
     target = targets.of_device(device) if args.target is None else _rehearsed(args.target, device)
-    console = Console()
+    return work(journal, device, target, args.only)
 
-    def progress(cases: Sequence[Case]) -> Iterable[Case]:
-        return track(cases, "checking", console=Console(stderr=True), transient=True)
 
-    found = check_device(device, target, progress if console.is_terminal else iter)
-    found.sheet().show(console)
-    stem = Path(args.output)
+def _report(found: Checked, stem: Path) -> None:
+    found.sheet().show(Console())
     json, html = stem.with_name(f"{stem.name}.json"), stem.with_name(f"{stem.name}.html")
     json.write_text(found.json(), encoding="utf-8")
     sheets = [found.sheet(), found.environment_sheet(), found.details()]
     html.write_text(page("lowering check", sheets), encoding="utf-8")
     print(f"\nfor a bug report: {html}, {json}", file=sys.stderr)
-    return 0 if found.ok else 1
+
+
+class _Told:
+    """Progress on standard error: one line that changes on a terminal, one line now and then elsewhere."""
+
+    def __init__(self) -> None:
+        self.terminal = sys.stderr.isatty()
+        self.last = time.monotonic()
+        self.failed = 0
+
+    def __call__(self, found: Checked) -> None:
+        """Say what has failed since the last time, and how far it is."""
+        failed = [outcome for outcome in found.outcomes if not outcome.ok]
+        for outcome in failed[self.failed :]:
+            words = outcome.failed or f"error {outcome.error:.2g}, bound {outcome.bound:.2g}"
+            print(f"{outcome.op}: {outcome.kernel}: {outcome.case}, {outcome.dtype}: {words}", file=sys.stderr)
+        self.failed = len(failed)
+        how_far = f"{len(found.outcomes)} of {found.planned} checked, {len(failed)} failed"
+        if self.terminal:
+            print(f"\r\033[K{how_far}", end="\r", file=sys.stderr, flush=True)
+        elif time.monotonic() - self.last >= TOLD:
+            self.last = time.monotonic()
+            print(how_far, file=sys.stderr, flush=True)
+
+    def end(self, found: Checked) -> None:
+        """Say the rest."""
+        self.last = 0.0
+        self(found)
+        print(file=sys.stderr)
 
 
 def _device(name: str | None) -> torch.device:

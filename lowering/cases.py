@@ -989,18 +989,6 @@ CASES: tuple[Case, ...] = tuple(
 """Every case, each under its own name."""
 
 
-def live(op: str, result: Any) -> Any:
-    """The result of an op without the scratch slot or page of its states, and without an order that is left open."""
-    if op in ("short_conv", "gated_delta_rule"):
-        out, state, trail = result
-        return out, state if state is None else state[:-1], trail
-    if op == "index_keys":
-        return tuple(pages[1:] for pages in result)
-    if op == "index_scores_topk":
-        return result.sort(-1).values
-    return result[:-1] if op == "replay_delta" else result
-
-
 def cases_of(op: str) -> list[Case]:
     """The cases of one op."""
     return [case for case in CASES if case.op == op]

@@ -9,7 +9,7 @@ import torch
 
 import lowering
 from lowering import OPS, LoweringError, Policy
-from lowering.check import prepared
+from lowering.comparison import prepared
 from lowering.op import REFERENCE, Kernel
 from lowering.target import TARGETS
 from params.shards import AddendWeight, SomeExperts, VocabularyWeight
