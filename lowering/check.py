@@ -48,8 +48,8 @@ class Checked:
         through = "" if device.startswith(target.device) else ", through CPU references of its operators"
         title = f"kernels of {target} on {device}{through}"
         broken = sum(not outcome.ok for outcome in self.outcomes)
-        count = len(self.outcomes)
-        notes = [f"{broken} of {count} cases failed" if broken else f"all {count} cases hold"]
+        count, refused = len(self.outcomes), sum(outcome.refused is not None for outcome in self.outcomes)
+        notes = [f"{broken} of {count} cases failed" if broken else f"all {count} cases hold, {refused} by a refusal"]
         notes += [f"NOT FINISHED: {self.planned - count} of {self.planned} were not run"] * (count < self.planned)
         columns = ("op", "kernel", "ran", "refused", "largest error", "bound there", "fastest", "slowest", "remarks")
         return Sheet(title, columns, rows, numbers=columns[2:-1], marked=marked, notes=notes)

@@ -26,6 +26,7 @@ from torch._C._functorch import get_interpreter_stack
 
 from params.tree import items
 
+from . import registry
 from .buckets import Bucket, Buckets, NoBucketError, idle
 from .errors import CaptureError, RecaptureWarning
 from .graphs import BACKENDS, DEFAULTS, Backend, Capture, Flat, Placed, Rehearsal, flattened, trace
@@ -253,7 +254,7 @@ class Jitted:
         """The capture for these arguments, its run for where they lie, and their tensors."""
         found = {name: self._flat(name, value) for name, value in arguments.items()}
         flats = {name: flat for name, (flat, _) in found.items()}
-        key = (MODE.get().key, *((name, number) for name, (_, number) in found.items()))
+        key = (_choices(), *((name, number) for name, (_, number) in found.items()))
         facts = _host_facts(arguments)
         capture = self._known_capture(key, facts)
         if torch.is_grad_enabled():
@@ -327,7 +328,7 @@ class Jitted:
 
     def _tell_changes(self, facts: tuple[bool, ...], flats: Mapping[str, Flat]) -> None:
         """Say why a call like an earlier one is captured again. The batch is left out: another size is no reason."""
-        now: dict[str, Any] = {"": MODE.get().key, FACTS: facts}
+        now: dict[str, Any] = {"": _choices(), FACTS: facts}
         now |= {name: (flat.structure, flat.dtypes, flat.shapes) for name, flat in flats.items()}
         nearest = min(self._seen, key=lambda then: sum(then[name] != now[name] for name in now), default=now)
         self._seen.append(now)
@@ -340,6 +341,11 @@ class Jitted:
         if reason not in self._said and self._watch is None:
             self._said.add(reason)
             warnings.warn(f"jit({self.name}): {what}", RecaptureWarning, stacklevel=above + 2)
+
+
+def _choices() -> tuple[int, int]:
+    """What the choice of kernels depends on beside the arguments."""
+    return MODE.get().key, registry.version
 
 
 def _joined(parts: Iterable[Iterable[Any]]) -> list[Any]:
@@ -415,6 +421,8 @@ def _change(name: str, then: Any, now: Any) -> tuple[str, str]:
     """A word for what makes a call differ from an earlier one, and a sentence."""
     again = "both captures are kept"
     if not name:
+        if then[0] == now[0]:
+            return "kernels", "captured again, since kernels were registered or removed"
         return "policy", f"captured again, under another policy or target; {again}"
     if name == FACTS:
         return (

@@ -64,6 +64,7 @@ class Kernel:
     `operators` are the operators outside Torch that it calls: it is refused where the target lacks one.
     `weights` are the kinds of weights that it reads, quantised ones and perhaps `Tensor`; without any it reads plain
     ones only. What `refuse` says includes what it does not read.
+    `only_by_name=True` marks one that runs only where a policy names it.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Kernel:
     prepare: Callable[[Any], Any] | None = None
     operators: tuple[str, ...] = ()
     weights: tuple[type[WeightValue] | type[Tensor], ...] = ()
+    only_by_name: bool = False
 
     def serves(self, target: Target) -> bool:
         """Whether the kernel was written for this target."""
@@ -108,7 +110,7 @@ class Op:
     `contains` names ops that are part of what it computes: a preference for one of them holds here too.
     """
 
-    def __init__(self, body: Callable[..., Any], contains: tuple[str, ...] = ()) -> None:
+    def __init__(self, body: Callable[..., Any], contains: tuple[str, ...] = (), *, replace: bool = False) -> None:
         functools.update_wrapper(self, body)
         self.contains = contains
         self.name = body.__name__
@@ -120,7 +122,8 @@ class Op:
         self.dry_results: dict[Any, Any] = {}
         self.lacking: dict[str, str] = {}
         self.orders: dict[str, Order] = {}
-        registry.add(self)
+        self._removed: set[str] = set()
+        registry.add(self, replace=replace)
 
     def __repr__(self) -> str:
         return f"<op {self.name}: kernels {', '.join(self.kernels)}>"
@@ -164,12 +167,20 @@ class Op:
         prepare: Callable[[Any], Any] | None = None,
         operators: tuple[str, ...] = (),
         weights: tuple[type[WeightValue] | type[Tensor], ...] = (),
+        only_by_name: bool = False,
+        replace: bool = False,
     ) -> Callable[[F], F]:
-        """Register a kernel. Kernels are tried in the order registered, the reference last; see `order_by`."""
+        """Register a kernel, for every call from now on; `remove` takes it away again.
+
+        Kernels are tried in the order registered, the reference last; see `order_by`. With `only_by_name` it runs only
+        where `lowering.use` names it. With `replace` it takes the place of the kernel of that name, if there is one, so
+        that a notebook's cell can be run again.
+        """
 
         def register(run: F) -> F:
-            if name in self.kernels:
-                raise LoweringError(f"{self.name}: kernel {name!r} is registered twice")
+            if name == REFERENCE or (name in self.kernels and not replace):
+                fix = "it is the op's own body" if name == REFERENCE else "replace=True puts this one in its place"
+                raise LoweringError(f"{self.name}: kernel {name!r} is registered twice; {fix}")
             if list(inspect.signature(run).parameters) != list(self.signature.parameters):
                 raise LoweringError(
                     f"{self.name}: kernel {name!r} takes {inspect.signature(run)}, the op takes {self.signature}"
@@ -177,17 +188,30 @@ class Op:
             refused = _with_weights(name, weights, refuse)
             added = Kernel(
                 name, run, targets, refused, host_reads, batches, forward_ad, differentiable, eager, prepare, operators,
-                weights,
+                weights, only_by_name,
             )  # fmt: skip
             reference = self.kernels.pop(REFERENCE)
             self.kernels |= {name: added, REFERENCE: reference}
-            self._choices.clear()
-            self.dry_results.clear()
+            self._removed.discard(name)
+            self._forget_choices()
             return run
 
         return register
 
-    def order_by(self, targets: tuple[str, ...]) -> Callable[[Order], Order]:
+    def remove(self, name: str) -> None:
+        """Take a kernel away: no call gets it any more, nor a captured program that was made with it."""
+        if name == REFERENCE:
+            raise LoweringError(f"{self.name}: {REFERENCE!r} is the op's own body, which cannot be removed")
+        del self.kernels[self.kernel_named(name).name]
+        self._removed.add(name)
+        self._forget_choices()
+
+    def _forget_choices(self) -> None:
+        self._choices.clear()
+        self.dry_results.clear()
+        registry.changed()
+
+    def order_by(self, targets: tuple[str, ...], *, replace: bool = False) -> Callable[[Order], Order]:
         """Register the rule that orders the kernels on these targets by a call's shapes.
 
         The rule has the op's signature and returns names of kernels and one sentence that says why. Those that it does
@@ -201,10 +225,10 @@ class Op:
                     f"{self.name}: the rule of order takes {inspect.signature(rule)}, the op takes {self.signature}"
                 )
             for target in targets:
-                if target in self.orders:
+                if target in self.orders and not replace:
                     raise LoweringError(f"{self.name}: a rule of order for {target} is given twice")
                 self.orders[target] = rule
-            self._choices.clear()
+            self._forget_choices()
             return rule
 
         return register
@@ -212,10 +236,10 @@ class Op:
     def without(self, targets: tuple[str, ...], reason: str) -> None:
         """Say why these targets have no operator of their own for this op; `explain` shows it as `fused`'s refusal."""
         for target in targets:
-            if target in self.lacking:
+            if self.lacking.get(target, reason) != reason:
                 raise LoweringError(f"{self.name}: a reason for {target} is given twice")
             self.lacking[target] = reason
-        self._choices.clear()
+        self._forget_choices()
 
     def serving(self, target: str | Target) -> list[Kernel]:
         """The kernels written for a target, in the order they are tried."""
@@ -251,6 +275,9 @@ class Op:
             if kernel.name == REFERENCE and mode.policy.strict and asked is None:
                 refused[kernel.name] = "strict=True leaves the Torch reference out"
                 continue
+            if kernel.only_by_name and asked is None:
+                refused[kernel.name] = "runs only where it is asked for by name"
+                continue
             reason = _refusal(kernel, target, surroundings, args, kwargs)
             if reason is None:
                 if kernel.weights and not _portable(kernel):
@@ -268,7 +295,7 @@ class Op:
         if target.name not in self.orders:
             return [], ""
         names, why = self.orders[target.name](*args, **kwargs)
-        return [self.kernel_named(name) for name in names], why
+        return [self.kernel_named(name) for name in names if name not in self._removed], why
 
     def _elsewhere(self, kernel: Kernel, mode: Mode, surroundings: str, args: Any, kwargs: Any) -> str:
         """What to say of a kernel asked for by name that was written for other targets."""
@@ -287,14 +314,17 @@ class Op:
 @overload
 def op(body: Callable[..., Any]) -> Op: ...
 @overload
-def op(*, contains: tuple[str, ...]) -> Callable[[Callable[..., Any]], Op]: ...
-def op(body: Callable[..., Any] | None = None, *, contains: tuple[str, ...] = ()) -> Op | Callable[..., Op]:
+def op(*, contains: tuple[str, ...] = (), replace: bool = False) -> Callable[[Callable[..., Any]], Op]: ...
+def op(
+    body: Callable[..., Any] | None = None, *, contains: tuple[str, ...] = (), replace: bool = False
+) -> Op | Callable[..., Op]:
     """Make a typed function an op: its body is the reference, its name the name users type.
 
     With `contains=("gemma_rms_norm",)` a preference for a kernel of that op holds for this one too, where it has a
-    kernel of that name and nobody asked for one of its own.
+    kernel of that name and nobody asked for one of its own. `replace` lets it take the place of an op of its name.
     """
-    return functools.partial(Op, contains=contains) if body is None else Op(body, contains)
+    made = functools.partial(Op, contains=contains, replace=replace)
+    return made if body is None else made(body)
 
 
 def _portable(kernel: Kernel) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from typing import TYPE_CHECKING
 
 from .errors import LoweringError
@@ -13,12 +14,23 @@ if TYPE_CHECKING:
 
 OPS: dict[str, Op] = {}
 
+_changes = itertools.count(1)
+version = 0
+"""Another one after every change of ops and kernels: what was captured before may hold other choices."""
 
-def add(op: Op) -> None:
-    """Enter an op; a second one of the same name is an error."""
-    if op.name in OPS:
-        raise LoweringError(f"op {op.name!r} is registered twice")
+
+def add(op: Op, *, replace: bool = False) -> None:
+    """Enter an op; a second one of the same name is an error, unless it is to `replace` the first."""
+    if op.name in OPS and not replace:
+        raise LoweringError(f"op {op.name!r} is registered twice; with replace=True this one takes its place")
     OPS[op.name] = op
+    changed()
+
+
+def changed() -> None:
+    """Note that other kernels may be chosen from now on."""
+    global version
+    version = next(_changes)
 
 
 def find(name: str) -> Op:
@@ -36,6 +48,7 @@ def table() -> str:
     names = [name for name, target in TARGETS.items() if target.refused is None]
     lines = ["| op | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for op in sorted(OPS.values(), key=lambda op: op.name):
-        cells = [", ".join(f"`{kernel.name}`" for kernel in op.serving(name)) for name in names]
+        tried = ([kernel for kernel in op.serving(name) if not kernel.only_by_name] for name in names)
+        cells = [", ".join(f"`{kernel.name}`" for kernel in kernels) for kernels in tried]
         lines.append(f"| `{op.name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -80,7 +80,7 @@ def prepare(params: T, target: str | Target | None = None) -> T:
             return plain
         machine = chosen or targets.of_device(plain.device)
         for kernel in registry.find(op).kernels.values():
-            if not kernel.reads(plain):
+            if kernel.only_by_name or not kernel.reads(plain):
                 continue
             if kernel.serves(machine) and not (kernel.operators and missing(kernel.operators, machine)):
                 prepared = None if kernel.prepare is None else kernel.prepare(plain)

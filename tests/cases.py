@@ -15,9 +15,9 @@ from lowering.cases import (
     delta,
     faded,
     latent_rows,
-    live,
     paged,
 )
+from lowering.comparison import live
 
 __all__ = [
     "CASES", "DECODE_1", "DECODE_8", "PROMPT", "ROWS", "VERIFY", "Arguments", "Case", "Draw", "Rows", "cases_of",

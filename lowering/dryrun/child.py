@@ -17,14 +17,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from .. import registry, stages
+from .. import stages
 from ..errors import LoweringError
 from ..npu_reference.registration import give_shapes
 from ..report import dry
 from ..stages import Lowered
 from ..trace import DryRun, Recorder, Shape
 from .costs import NPU
-from .process import Answer, Failure, Request
+from .process import Answer, Failure, Request, kernels
 from .versions import problems
 
 
@@ -74,8 +74,8 @@ def _answer(request: bytes, version: str) -> Answer | Failure:
         future = thread.submit(lambda: _trace(pickle.loads(request), version))
     error = future.exception()
     if error is not None:
-        return Failure(error, "".join(traceback.format_exception(error)))
-    return Answer(future.result(), {op.name: tuple(op.kernels) for op in registry.OPS.values()})
+        return Failure(error, "".join(traceback.format_exception(error)), kernels())
+    return Answer(future.result(), kernels())
 
 
 def _pickled(answer: Answer | Failure) -> bytes:
@@ -85,7 +85,7 @@ def _pickled(answer: Answer | Failure) -> bytes:
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):
         # An error whose class cannot be made again elsewhere travels as its text.
         assert isinstance(answer, Failure)
-        data = pickle.dumps(Failure(LoweringError(repr(answer.error)), answer.traceback))
+        data = pickle.dumps(Failure(LoweringError(repr(answer.error)), answer.traceback, answer.kernels))
     return data
 
 

@@ -11,7 +11,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
@@ -50,18 +50,19 @@ class Request:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a program raised, and where."""
+    """What a program raised, and where, and the kernels that the process knows."""
 
     error: BaseException
     traceback: str
+    kernels: dict[str, dict[str, str]]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The lowered program, and the kernels that the process knows by op."""
+    """The lowered program, and where the kernels that the process knows come from, by op and name."""
 
     lowered: Lowered
-    kernels: dict[str, tuple[str, ...]]
+    kernels: dict[str, dict[str, str]]
 
 
 class RemoteError(Exception):
@@ -80,19 +81,28 @@ def lower(
     has kernels that the other process cannot import, and when that process ends.
     """
     sizes = argument_bytes(function, args, kwargs)
-    modules = sorted({run.__module__ for run in _registered()} - {"__main__"})
+    found = kernels()
+    origins = {origin for of_op in found.values() for origin in of_op.values() if "<locals>" not in origin}
+    modules = sorted({origin.partition(":")[0] for origin in origins} - {"__main__", ""})
     shapes = tree.map(_shape, (args, kwargs))
     answer = _child().ask(_pickled(Request(function, *shapes, target, policy, sizes, tuple(modules))))
+    asked = {op: [name] for op, name in policy.prefer.items()}
     if isinstance(answer, Failure):
+        _check_known(asked, found, answer.kernels)
         raise answer.error from RemoteError(answer.traceback)
-    _check_kernels(answer, target)
+    called = (registry.find(name) for name in dict.fromkeys(call.op for call in answer.lowered.calls))
+    tried = {op.name: [k.name for k in op.kernels.values() if k.serves(target) and not k.only_by_name] for op in called}
+    _check_known(asked | tried, found, answer.kernels)
     return answer.lowered
 
 
-def _registered() -> list[Callable[..., Any]]:
-    """Bodies and kernels that a module holds by name; those made inside functions cannot be imported elsewhere."""
-    runs = [kernel.run for op in registry.OPS.values() for kernel in op.kernels.values()]
-    return [run for run in runs if "<locals>" not in run.__qualname__]
+def kernels() -> dict[str, dict[str, str]]:
+    """Where every kernel comes from, `module:name`, by op and name."""
+    return {op.name: {name: _origin(kernel.run) for name, kernel in op.kernels.items()} for op in registry.OPS.values()}
+
+
+def _origin(run: Any) -> str:
+    return f"{getattr(run, '__module__', '')}:{getattr(run, '__qualname__', type(run).__name__)}"
 
 
 def _shape(leaf: Any) -> Any:
@@ -101,16 +111,18 @@ def _shape(leaf: Any) -> Any:
     return Shape.like(leaf)
 
 
-def _check_kernels(answer: Answer, target: Target) -> None:
-    """`LoweringError` when an op that was called has a kernel for `target` here that the process did not know."""
-    for name in dict.fromkeys(call.op for call in answer.lowered.calls):
-        op = registry.find(name)
-        known = answer.kernels[name]
-        lost = [kernel.name for kernel in op.kernels.values() if kernel.serves(target) and kernel.name not in known]
+def _check_known(
+    tried: Mapping[str, Sequence[str]], here: Mapping[str, Mapping[str, str]], there: Mapping[str, Mapping[str, str]]
+) -> None:
+    """`LoweringError` when one of these kernels is not known to the process, or as another one."""
+    for op, names in tried.items():
+        known = there.get(op, {})
+        lost = [f"{name} ({here[op][name]})" for name in names if known.get(name) != here[op][name]]
         if lost:
             raise LoweringError(
-                f"{name}: kernel {', '.join(lost)} was not registered at the top level of a module, so the dry run's "
-                "process cannot import it; move it into a module, or see its choice with lowering.explain"
+                f"{op}: kernel {', '.join(lost)} is known to this process alone: the dry run's own process imports the "
+                "modules that register kernels, and a notebook, a script or the inside of a function is none; put it "
+                "at the top level of a module and import that, or see its choice with lowering.explain"
             )
 
 

@@ -272,13 +272,19 @@ def local_kernel() -> Iterator[str]:
     """A kernel that only this process has."""
     ops.swiglu.kernel("mine", targets=("ascend950",))(lambda gate_up, caps=None: gate_up)
     yield "mine"
-    del ops.swiglu.kernels["mine"]
-    ops.swiglu._choices.clear()
+    ops.swiglu.remove("mine")
 
 
 def test_a_kernel_that_cannot_be_imported(local_kernel: str) -> None:
-    """Only where its op is called and its target asked for."""
-    with pytest.raises(LoweringError, match="swiglu: kernel mine was not registered at the top level of a module"):
+    """Only where its op is called and its target asked for, and the kernel may be chosen."""
+    told = r"swiglu: kernel mine \(.*<lambda>\) is known to this process alone.*put it at the top level of a module"
+    with pytest.raises(LoweringError, match=told):
+        lowering.lower(ops.swiglu, meta(3, 8), target="ascend950")
+    with lowering.use(swiglu="mine"), pytest.raises(LoweringError, match=told):  # and not that there is no such kernel
         lowering.lower(ops.swiglu, meta(3, 8), target="ascend950")
     assert lowering.lower(ops.swiglu, meta(3, 8), target="ascend910b").calls
     assert lowering.lower(programs.norm_twice, meta(3, 8), meta(8), target="ascend950").calls
+    ops.swiglu.kernel("mine", targets=("ascend950",), only_by_name=True, replace=True)(
+        lambda gate_up, caps=None: gate_up
+    )
+    assert lowering.lower(ops.swiglu, meta(3, 8), target="ascend950").calls

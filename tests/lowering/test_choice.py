@@ -214,6 +214,62 @@ def test_a_later_kernel_clears_the_cache(doubled: Op) -> None:
     assert doubled(torch.ones(9)).tolist() == [3.0] * 9
 
 
+def by(factor: int) -> Any:
+    """A kernel that multiplies by `factor`, whatever it is asked for."""
+
+    def run(x: Tensor, *, times: int = 2) -> Tensor:
+        return x * factor
+
+    return run
+
+
+def test_a_kernel_only_by_name_runs_where_it_is_named(doubled: Op) -> None:
+    x = torch.ones(9)
+    doubled(x)
+    doubled.kernel("mine", targets=("cpu",), only_by_name=True)(by(5))
+    assert doubled(x).tolist() == [2.0] * 9
+    assert doubled.explain(x).refused["mine"] == "runs only where it is asked for by name"
+    with lowering.use(test_doubled="mine"):
+        assert doubled(x).tolist() == [5.0] * 9
+    with lowering.use(strict=True), pytest.raises(LoweringError, match="mine: runs only where it is asked for by name"):
+        doubled(x)
+    assert "`mine`" not in lowering.table()
+
+
+def test_a_cell_can_be_run_again(doubled: Op) -> None:
+    """With `replace` an op, a kernel and a rule take the place of those before; the reference stays what it is."""
+    x = torch.ones(9)
+    for factor in (3, 4):
+        doubled.kernel("mine", targets=("cpu",), replace=True)(by(factor))
+        doubled.order_by(("cpu",), replace=True)(lambda x, *, times=2: (("mine",), "always"))
+        doubled.without(("ascend950",), "nothing there")
+        assert doubled(x).tolist() == [float(factor)] * 9
+    with pytest.raises(LoweringError, match="kernel 'torch' is registered twice; it is the op's own body"):
+        doubled.kernel(REFERENCE, targets=("cpu",), replace=True)(by(3))
+    again = lowering.op(replace=True)(doubled.body)
+    assert OPS["test_doubled"] is again and list(again.kernels) == [REFERENCE]
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_removed_kernel_runs_nowhere(doubled: Op, captured: bool, recwarn: pytest.WarningsRecorder) -> None:
+    """Not by a choice that was made before, nor in a captured program, nor by a rule that names it."""
+    x, run = torch.ones(9), lowering.jit(lambda x: doubled(x), backend="fx") if captured else doubled
+    doubled.order_by(("cpu",))(lambda x, *, times=2: (("mine",), "always"))
+    doubled.kernel("mine", targets=("cpu",))(by(3))
+    assert run(x).tolist() == [3.0] * 9
+    doubled.remove("mine")
+    assert run(x).tolist() == [2.0] * 9
+    with pytest.raises(LoweringError, match="no kernel 'mine'"):
+        doubled.remove("mine")
+    with pytest.raises(LoweringError, match="which cannot be removed"):
+        doubled.remove(REFERENCE)
+    doubled.kernel("mine", targets=("cpu",))(by(7))
+    assert run(x).tolist() == [7.0] * 9
+    said = [str(warning.message) for warning in recwarn]
+    assert len(said) == captured and all("since kernels were registered or removed" in words for words in said)
+
+
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
     """Every choice made from here on."""
     seen: list[Choice] = []
