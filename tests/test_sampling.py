@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -268,8 +272,44 @@ BAD = [
     pytest.param({"top_p": None}, "top_p", marks=pytest.mark.plain),
     pytest.param({"min_p": "0"}, "min_p", marks=pytest.mark.plain),
     ({"top_p": 0.0}, "top_p"), ({"top_p": 1.01}, "top_p"), ({"top_p": math.nan}, "top_p"), ({"min_p": -0.1}, "min_p"),
-    ({"min_p": 1.5}, "min_p"), ({"seed": 2**63}, "seed"), pytest.param({"seed": 0.5}, "seed", marks=pytest.mark.plain),
+    ({"min_p": 1.5}, "min_p"), ({"seed": 2**63}, "seed"), ({"seed": True}, "seed"), ({"top_k": True}, "top_k"),
+    ({"top_k": 10**5000}, "top_k"), ({"logit_bias": ((True, 1.0),)}, "logit_bias"),
+    ({"logit_bias": ((2**64, 1.0),)}, "logit_bias"), pytest.param({"seed": 0.5}, "seed", marks=pytest.mark.plain),
 ]  # fmt: skip
+
+
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+NUMBERS: list[Any] = [
+    0, -0.0, 0.5, 1, Fraction(1, 3), np.float16(0.5), np.float32(0.25), np.float64(1), np.int8(1), 2.0**-126, 2.0**-150,
+    1e-39, 1e-46, -1e-46, Fraction(1, 10**400), Fraction(10**400, 10**400 + 1), 1 - 1e-9, 3.4e38, 1e39, -1e39, 2.0**128,
+    10**400, -(10**5000), Fraction(10**5000, 7), math.nan, math.inf, -math.inf, np.float32(math.inf), True, np.True_,
+    "0.5", None, 1j, Decimal("0.5"), np.array([0.5]), torch.tensor(0.5), [0.5],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_numbers_are_refused_or_are_those_of_the_device(name: str) -> None:
+    """What is a number for the host and 0 or infinite in float32 is refused; what is accepted runs, alone and in company."""
+    logits, index, seen = torch.tensor([[0.5, -1.0, 2.0]]).expand(3, -1), torch.arange(3), TokenCounts.of([[1]] * 3, 3)
+    company = [Sampling(0.7, repetition_penalty=1.5), Sampling(logit_bias=((0, 1.0), (2, -2.0)))]
+    accepted = 0
+    for number in NUMBERS:
+        given: dict[str, Any] = {"temperature": 1.0, name: ((1, number),) if name == "logit_bias" else number}
+        try:
+            one = Sampling(**given)
+        except ValueError as error:
+            assert re.fullmatch(rf"Sampling: {name} must be .*, found .*", str(error)) and len(str(error)) < 400
+            continue
+        accepted += 1
+        held = one.logit_bias[0][1] if name == "logit_bias" else getattr(one, name)
+        device = np.float32(held)
+        assert type(held) is float and held == float(number) and bool(device) == bool(number)
+        assert np.isfinite(device) or (name == "logit_bias" and device == -math.inf)
+        alone, beside = (RowSampling.of(rows) for rows in ([one], [*company, one]))
+        counts = seen.select(index[:1])
+        token = sample(logits[:1], alone, index[2:], index[2:], counts)
+        assert token == sample(logits, beside, index, index, seen)[2] and 0 <= int(token) < 3
+    assert 9 <= accepted <= 18, accepted
 
 
 @pytest.mark.parametrize(("given", "name"), BAD)

@@ -155,7 +155,8 @@ def _of_row(
     kept = torch.from_numpy(np.flatnonzero(keep.numpy()))  # Torch takes several times as long
     if not len(kept):
         return torch.full_like(key, -1)
-    return kept[(exponentials(key, kept) / scaled[0, kept].exp()).argmin()][None]
+    at = winner((exponentials(key, kept) / scaled[0, kept].exp())[None])
+    return torch.where(at < 0, at, kept[at])
 
 
 def _top(logits: Tensor, k: Tensor | None, p: Tensor | None, largest_k: int, p_alone: bool, search: Search) -> Tensor:
