@@ -81,9 +81,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Event:
-    """News of the request at place `request` of the list: tokens, the text that is certain by now, its result at the end.
+    """News of the request at place `request` of the list: tokens, the text certain by now, at the end its result.
 
-    An event without tokens is the end of a row without a choice.
+    One without tokens is the end of a row without a choice.
     """
 
     request: int
@@ -120,8 +120,8 @@ def strings(given: Any) -> tuple[str, ...] | None:
 class Row:
     """A request that has a row of the state, or waits for one: how much of its prompt is in, and what came out so far.
 
-    `number` is its place among all. It begins from the first `start` tokens of its prompt, which prompt number `source` runs, and stops on its own way
-    at each of `holds`, where others begin.
+    `number` is its place among all. It begins from the first `start` tokens of its prompt, which prompt number `source`
+    runs, and stops on its own way at each of `holds`, where others begin.
     """
 
     number: int

@@ -153,7 +153,8 @@ def test_generate_fails_where_no_token_can_be_chosen(run: Callable[..., Run], di
 
 
 MISTAKES = [
-    (["--temperature", -1], "temperature must be 0"), (["--temperature", 1e-46], "temperature must be 0"), (["--top-p", 0], "top_p must be"),
+    (["--temperature", -1], "temperature must be 0"), (["--temperature", 1e-46], "temperature must be 0"),
+    (["--top-p", 0], "top_p must be"),
     (["--draft", "mtp"], "this model has no mtp head"), (["--max-new-tokens", 0], "max_new_tokens must be at least 1"),
     (["--max-new-tokens", 500], "do not fit in the 128 positions"), (["--prompt", ""], "prompt 0 is empty"),
     (["--device", "cuda:9999"], "device 'cuda:9999' cannot be used here"), (["--device", "x"], "device 'x' cannot"),

@@ -63,7 +63,7 @@ ASKED: dict[str, tuple[dict[str, Any], fm.Sampling]] = {
         fm.Sampling(0.6, 20, 0.95, 0.05, repetition_penalty=1.05),
     ),
     "some": ({"do_sample": True, "top_k": 0, "top_p": 0.9, "temperature": None}, fm.Sampling(1.0, top_p=0.9)),
-    "greedy": ({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.2}, fm.Sampling(repetition_penalty=1.2)),
+    "greedy": ({"do_sample": False, "top_k": 9, "repetition_penalty": 1.2}, fm.Sampling(repetition_penalty=1.2)),
     "not said": ({"temperature": 0.6, "top_p": 0.9}, fm.Sampling()),
     "neutral": ({"num_beams": 1, "typical_p": 1.0, "suppress_tokens": [], "max_new_tokens": 9}, fm.Sampling()),
 }  # fmt: skip

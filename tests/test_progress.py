@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 import funcmodels as fm

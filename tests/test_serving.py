@@ -185,7 +185,7 @@ def test_two_runs_at_a_time_share_programs(loaded: Loaded) -> None:
 @pytest.mark.parametrize("backend", [None, "fx"])
 @pytest.mark.parametrize("draft", [None, "mtp"])
 def test_a_row_without_a_choice_ends_alone(draft: str | None, backend: str | None, loaded: Loaded) -> None:
-    """By broken parameters, after some tokens, or by its settings, at once; the others go on, one of them in its row."""
+    """By broken parameters, after some tokens, or by its settings, at once; the rest goes on, in its row too."""
     model, params = loaded
     prompts = [*PROMPTS, *PROMPTS[::2]]
     settings = [fm.Sampling(), fm.Sampling(3.0, seed=2), fm.Sampling(0.9)] * 3
