@@ -182,8 +182,8 @@ _RULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 class RowSampling:
     """Settings of each row of a batch. `largest_k` and the flags are what the host knows of all rows together.
 
-    `of` is given settings that were checked. Nobody looks into tensors that are put together by hand: a row that its
-    own settings leave no token gives -1.
+    `of` is given settings that were checked. Nobody looks into tensors that are put together by hand: out of range,
+    they may leave their row no choice, and change no other.
     """
 
     temperature: Float[Tensor, " rows"]
@@ -227,7 +227,8 @@ class RowSampling:
         Greedy rows take part with a temperature of 1.
         """
         return (
-            torch.where(self.temperature > 0, self.temperature, 1),
+            # One below 0, or NaN, leaves the row no token.
+            torch.where(self.temperature == 0, 1, self.temperature.clamp(min=0)),
             self.top_k if self.largest_k else None,
             self.top_p if self.top_p_on else None,
             self.min_p if self.min_p_on else None,
@@ -294,7 +295,7 @@ def sample(
         temperature, k, p, min_p, hints = sampling.filters()
         tokens = ops.draw(logits, keys, temperature, k, p, min_p, **hints)
         if sampling.mixed:
-            tokens = torch.where(sampling.temperature > 0, tokens, logits.argmax(-1))
+            tokens = torch.where(sampling.temperature == 0, logits.argmax(-1), tokens)
     return torch.where(finite(logits), tokens, -1)
 
 
@@ -334,7 +335,7 @@ def law_logits(logits: Float[Tensor, "rows vocab"], sampling: RowSampling) -> Fl
         keep = keep & (scaled >= min_p.log()[:, None])
     if sampling.greedy or sampling.mixed:
         is_best = torch.arange(logits.shape[1], device=logits.device) == logits.argmax(-1, keepdim=True)
-        keep = torch.where(sampling.temperature[:, None] > 0, keep, is_best)
+        keep = torch.where(sampling.temperature[:, None] == 0, is_best, keep)
     return torch.where(keep, scaled, -torch.inf)
 
 

@@ -177,6 +177,18 @@ def test_noise_is_positive_and_finite_at_the_ends_of_the_hash(bits: int, monkeyp
     assert sample(torch.tensor([[-3.0, 0], [0, -3]]), Sampling(1, top_k=1), zero, zero).tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_settings_put_together_by_hand_harm_no_other_row(name: str, mixed: bool) -> None:
+    """Out of range, they leave their row no token; nothing is read from the device to find out."""
+    logits, index = torch.randn(2, 50, generator=torch.Generator().manual_seed(1)), torch.arange(2)
+    rows = RowSampling.of([Sampling(0.7, top_p=0.9, min_p=0.01), Sampling(0.0 if mixed else 0.7, top_p=0.9)])
+    right = sample(logits, rows, index, index)
+    for bad in (math.nan, -1.0) if name != "top_p" else (0.0, -1.0):
+        one = replace(rows, **{name: torch.tensor([bad, float(getattr(rows, name)[1])])})
+        assert sample(logits, one, index, index).tolist() == [-1, int(right[1])]
+
+
 @pytest.mark.parametrize("axis", ["seed", "request", "position", "token"])
 def test_noise_is_uniform_and_independent_along_each_counter(axis: str) -> None:
     count = 20_001
