@@ -307,6 +307,7 @@ NUMBERS: list[Any] = [
 ]  # fmt: skip
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize("name", FLOATS)
 def test_numbers_are_refused_or_are_those_of_the_device(name: str) -> None:
     """What float32 has as 0 or as infinite is refused by name; what is accepted runs, alone and in company."""

@@ -197,8 +197,9 @@ def test_a_row_that_accepts_nothing_may_hold_nan(channels: bool) -> None:
     dirty, before = [x.clone() for x in args[:5]], args[5].clone()
     for x in dirty:
         x[4:8] = torch.nan
-    inputs = DeltaInputs(args[5], *(x.unflatten(0, (3, 4)) for x in dirty[1:]))
-    trails = [gated_delta_rule(*dirty, *args[5:], **kwargs)[2], *([] if channels else [inputs])]
+    trails = [gated_delta_rule(*dirty, *args[5:], **kwargs)[2]]
+    if not channels:
+        trails.append(DeltaInputs(args[5], *(x.unflatten(0, (3, 4)) for x in dirty[1:])))
     for trail in trails:
         found = trail.at(torch.tensor([2, 0, 4], dtype=torch.int32))
         assert torch.equal(found[1], before[1]) and found.isfinite().all()
