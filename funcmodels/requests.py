@@ -104,8 +104,9 @@ def _check_number(given: Any) -> None:
     """`TypeError` for what is no integer, `ValueError` for one that noise cannot be keyed by."""
     if isinstance(given, bool) or not isinstance(given, Integral):
         raise TypeError(f"number must be an integer, found {given!r:.100}")
-    if not -(2**63) <= given < 2**63:
-        raise ValueError(f"number must be an integer of 64 bits, found one of {int(given).bit_length()} bits")
+    number = int(given)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"number must be an integer of 64 bits, found one of {number.bit_length()} bits")
 
 
 def strings(given: Any) -> tuple[str, ...] | None:

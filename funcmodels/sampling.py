@@ -128,7 +128,8 @@ def _whole(given: Any, least: int, end: int) -> int | None:
     """An integer from `least` and below `end`, None for anything else."""
     if not isinstance(given, Integral) or isinstance(given, bool):
         return None
-    return int(given) if least <= given < end else None
+    number = int(given)
+    return number if least <= number < end else None
 
 
 def _within(fits: Callable[[float], bool]) -> Callable[[Any], float | None]:
