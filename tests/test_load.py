@@ -85,8 +85,8 @@ def test_the_sampling_that_a_checkpoint_asks_for(name: str, directory: Path, tmp
     [
         ('{"temperature": 0.6, "top_p": 1.5}', "top_p must be above 0 and at most 1"),
         ('{"do_sample": true, "temperature": 1e39}', "temperature must be .*, found 1e.39"),
-        ('{"temperature": "hot"}', "temperature must be .*, found 'hot'"),
-        ('{"top_k": 20.5}', "top_k must be .*, found 20.5"),
+        pytest.param('{"temperature": "hot"}', "temperature must be .*, found 'hot'", marks=pytest.mark.plain),
+        pytest.param('{"top_k": 20.5}', "top_k must be .*, found 20.5", marks=pytest.mark.plain),
         ('{"repetition_penalty": NaN}', "repetition_penalty must be .*, found nan"),
         ('{"do_sample": "yes"}', "do_sample is 'yes'"),
         ('{"num_beams": 4, "no_repeat_ngram_size": 3}', "Sampling has no no_repeat_ngram_size=3, num_beams=4"),
