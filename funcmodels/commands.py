@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from .drafts import default_draft
 from .errors import StateError
 from .generation import generate
 from .loading import load, open_checkpoint, without_weights
+from .model import Model
 from .parallel import ranks_of, started
 from .requests import Event, Result
 from .sampling import Sampling
@@ -91,8 +92,13 @@ def _continue(args: argparse.Namespace, sampling: Sampling, device: str, ranks: 
         result = generate(model, params, [prompt], args.max_new_tokens, stream=show, **options)[0]
     print(flush=True)
     figures = *_speeds(result, clock, args.backend is not None), *_acceptance(options["draft"], result)
-    print("", *figures, sep="\n", file=sys.stderr)
+    print("", *figures, *_advice(model, sampling), sep="\n", file=sys.stderr)
     _print_report("kernels", report, Console(stderr=True))
+    if result.finish_reason == "no_choice":
+        raise FloatingPointError(
+            f"the largest logit after {len(result.tokens)} new tokens is NaN or infinite; check the parameters and "
+            "their dtype, and whether biases and penalties leave any token"
+        )
     return 0
 
 
@@ -114,9 +120,25 @@ def _acceptance(draft: str, result: Result) -> list[str]:
     """How many tokens a round of speculation gave, and how often the draft of each place was taken."""
     if not (result.accepted and result.rounds):
         return []
-    places = ", ".join(f"{count / result.rounds:.0%}" for count in result.accepted)
-    each = (len(result.tokens) - 1) / result.rounds
-    return [f"draft {draft}: {each:.2f} tokens a round in {result.rounds} rounds; accepted by position: {places}"]
+    places, each = ", ".join(f"{share:.0%}" for share in result.acceptance), f"{result.tokens_per_round:.2f}"
+    return [f"draft {draft}: {each} tokens a round in {result.rounds} rounds; accepted by position: {places}"]
+
+
+def _advice(model: Model, used: Sampling) -> list[str]:
+    """A note where the checkpoint asks for other settings than were used."""
+    try:
+        asked = Sampling.of(model)
+    except ValueError as error:
+        return [f"note: sampling as the checkpoint asks for it was not used: {error}"]
+    flags = {
+        "--" + field.name.replace("_", "-"): (getattr(asked, field.name), getattr(used, field.name))
+        for field in fields(Sampling)
+        if getattr(asked, field.name) != field.default
+    }
+    if all(wanted == given for wanted, given in flags.values()):
+        return []
+    asking = " ".join(f"{flag} {wanted:g}" for flag, (wanted, _) in flags.items())
+    return [f"note: generation_config.json asks for {asking}, which was not used; give these to use it"]
 
 
 def _check_device(device: str) -> None:

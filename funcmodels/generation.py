@@ -44,13 +44,16 @@ def generate(
     chunk: int = 512,
     recurrent_dtype: torch.dtype | None = None,
     backend: str | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> list[Result]:
     """Continue each prompt; results in the order of the prompts.
 
     Prompts are lists of token ids, or strings where the checkpoint has a tokenizer. `params` are plain or prepared.
     `draft="mtp"`, or the directory of a block draft, speculates: each round the draft proposes `draft_steps` tokens a
     row (3 by default, of a block draft all of a block) and the model verifies them in one forward, which changes how
-    many rounds are needed and nothing else. `sampling` is one for all or one a prompt.
+    many rounds are needed and nothing else. `sampling` is one for all or one a prompt, greedy by default, whatever the
+    checkpoint advises: that is `fm.Sampling.of(model)`. `numbers` are what the prompts' noise is keyed by beside the
+    seed (0, 1, ... by default): with a result's `number` a prompt gives the same tokens again, alone or in any company.
     `eos` defaults to the checkpoint's; `()` never ends at a token. At most `rows` prompts (8 by default) run at a
     time, and prefill takes `chunk` tokens a row and round. `recurrent_dtype` is that of delta-rule matrices (float32 by
     default; Ascend's operators take bfloat16). `stream` is called with each event; without it, a terminal shows
@@ -66,9 +69,10 @@ def generate(
     sizes. See docs/serving.md.
 
     Raises `ValueError` before any work for a prompt that is empty, too long or out of the vocabulary, `TypeError` for
-    an argument of another type, and `FloatingPointError` where logits are no numbers.
+    an argument of another type. Where logits are no numbers, or every token is forbidden, that prompt alone ends, with
+    the reason "no_choice".
     """
-    requests = requests_of(model, prompts, max_new_tokens, sampling, eos, stop)
+    requests = requests_of(model, prompts, max_new_tokens, sampling, eos, stop, numbers)
     results: dict[int, Result] = {}
     setup: dict[str, Any] = {"draft_steps": draft_steps, "recurrent_dtype": recurrent_dtype, "backend": backend}
     serving = serve(model, params, requests, draft=draft, rows=rows, page_size=page_size, chunk=chunk, **setup)
@@ -87,6 +91,7 @@ def requests_of(
     sampling: Sampling | Sequence[Sampling] = Sampling(),
     eos: int | Sequence[int] | None = None,
     stop: str | Sequence[str] = (),
+    numbers: Sequence[int] | None = None,
 ) -> list[Request]:
     """Prompts as `generate` takes them, checked and tokenised, as requests for `serve`."""
     if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
@@ -98,9 +103,12 @@ def requests_of(
     stops = (stop,) if isinstance(stop, str) else strings(stop)
     if stops is None:
         raise TypeError(f"stop must be a string or a list of strings, found {stop!r}; leave it out for none")
+    keyed = list(range(len(prompts)) if numbers is None else numbers)
+    if len(keyed) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts and {len(keyed)} numbers were given; give one a prompt")
     return [
-        Request(_tokens(model, index, prompt), max_new_tokens, one, ends, stops)
-        for index, (prompt, one) in enumerate(zip(prompts, each, strict=True))
+        Request(_tokens(model, index, prompt), max_new_tokens, one, ends, stops, number)
+        for index, (prompt, one, number) in enumerate(zip(prompts, each, keyed, strict=True))
     ]
 
 
@@ -119,8 +127,9 @@ def serve(
 ) -> Serving:
     """Run requests, `rows` at a time: an iterator that gives an event for each whenever it has new tokens.
 
-    Noise is keyed by a request's number, so a request gives the same tokens whatever runs beside it. The arguments
-    are those of `generate`. The iterator's `state_bytes` is the memory that the rows take.
+    Noise is keyed by a request's number, so a request gives the same tokens whatever runs beside it. An event's
+    `request` is a place in `requests`, whatever the numbers. The arguments are those of `generate`. The iterator's
+    `state_bytes` is the memory that the rows take.
     """
     sizes = {"rows": 8 if rows is None else rows, "chunk": chunk, "page_size": page_size}
     if draft_steps is not None:
@@ -138,9 +147,10 @@ def serve(
         )
     steps = _draft_steps(draft, draft_steps)
     tokenizer = _tokenizer(model)
+    places = 0 if draft is None else steps
     waiting = [
-        Row(number, request, None if tokenizer is None else TextStream(tokenizer, request.stop))
-        for number, request in enumerate(requests)
+        Row(at, request, None if tokenizer is None else TextStream(tokenizer, request.stop), accepted=[0] * places)
+        for at, request in enumerate(requests)
     ]
     programs = Programs.of(model, draft, backend)
     setup = Setup(programs, sizes["rows"], page_size, chunk, draft, steps, recurrent_dtype)

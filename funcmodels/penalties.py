@@ -68,7 +68,7 @@ class Bias:
     def added(self, logits: Float[Tensor, "rows window vocab"]) -> Float[Tensor, "rows window vocab"]:
         """The logits with the bias, each place of a row alike."""
         tokens, values = (x[:, None].expand(-1, logits.shape[1], -1) for x in (self.tokens, self.values))
-        return logits.scatter_add(2, tokens, values)
+        return logits.scatter_add(2, tokens, values.to(logits.dtype))
 
 
 @tree

@@ -5,20 +5,27 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal
 
 from .model import at_least_one
 from .sampling import Sampling
 from .text import TextStream
 
-FinishReason = Literal["length", "eos", "stop"]
+FinishReason = Literal["length", "eos", "stop", "no_choice"]
+"""Why a row ended. "no_choice" says that no token could be chosen: the largest logit, after bias and penalties, is NaN
+or infinite, as with broken parameters, or where every token is forbidden. It ends that row alone."""
 
 
 @dataclass(frozen=True)
 class Request:
     """A prompt and when to stop: after `max_new_tokens`, at a token of `eos`, or where the text has a `stop` string.
 
-    Raises `TypeError` for a field of another type, `ValueError` for `max_new_tokens` below 1.
+    Its draws are a function of `sampling.seed` and `number`, an integer of 64 bits, by default its place in the list
+    of requests: with the number of its result the same tokens come again alone, in any company and order. Requests may
+    have one number in common: equal prompts then give equal samples, others share noise, not tokens.
+
+    Raises `TypeError` for a field of another type, `ValueError` for `max_new_tokens` below 1 and a number out of range.
     """
 
     prompt: tuple[int, ...]
@@ -26,6 +33,7 @@ class Request:
     sampling: Sampling = Sampling()
     eos: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    number: int | None = None
 
     def __post_init__(self) -> None:
         at_least_one("max_new_tokens", self.max_new_tokens)
@@ -35,6 +43,8 @@ class Request:
             raise TypeError(f"sampling must be a Sampling, found {self.sampling!r}")
         if isinstance(self.stop, str) or strings(self.stop) is None:
             raise TypeError(f"stop must be a tuple of strings, found {self.stop!r}")
+        if self.number is not None:
+            _check_number(self.number)
 
 
 @dataclass(frozen=True)
@@ -43,8 +53,10 @@ class Result:
 
     `tokens` are all new tokens, those of the end included. `text` is theirs up to the end-of-text token or the stop
     string, both left out, and None without a tokenizer. `rounds` counts the forwards of the model after prefill.
-    `accepted[i]` of them took the draft of place i (0 is the first); without a draft it is empty. `shared_tokens` of
-    the `prompt_tokens` were not run for this prompt: another one that begins alike had run them.
+    `accepted[i]` of them took the draft of place i (0 is the first): one number for each of `draft_steps`, zeros where
+    prefill was all that ran; without a draft it is empty. `shared_tokens` of
+    the `prompt_tokens` were not run for this prompt: another one that begins alike had run them. `number` is what its
+    noise was keyed by: a `Request` with it gives these tokens again.
     """
 
     tokens: list[int]
@@ -54,11 +66,25 @@ class Result:
     prompt_tokens: int
     accepted: tuple[int, ...] = ()
     shared_tokens: int = 0
+    number: int = 0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """New tokens a forward after prefill, which gave the first: 1 without a draft, 0 where there was no forward."""
+        return (len(self.tokens) - 1) / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """The share of rounds that took the draft of each place, 0 where there was no round."""
+        return tuple(count / max(self.rounds, 1) for count in self.accepted)
 
 
 @dataclass(frozen=True)
 class Event:
-    """News of request number `request`: tokens, the text that is certain by now, and at the end its result."""
+    """News of the request at place `request` of the list: tokens, the text certain by now, at the end its result.
+
+    One without tokens is the end of a row without a choice.
+    """
 
     request: int
     tokens: tuple[int, ...]
@@ -74,6 +100,15 @@ def token_ids(name: str, given: Any) -> tuple[int, ...]:
         raise TypeError(f"{name} must be a list of integer token ids, found {given!r:.100}") from None
 
 
+def _check_number(given: Any) -> None:
+    """`TypeError` for what is no integer, `ValueError` for one that noise cannot be keyed by."""
+    if isinstance(given, bool) or not isinstance(given, Integral):
+        raise TypeError(f"number must be an integer, found {given!r:.100}")
+    number = int(given)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"number must be an integer of 64 bits, found one of {number.bit_length()} bits")
+
+
 def strings(given: Any) -> tuple[str, ...] | None:
     """What is given as a tuple, None if it is no collection of strings."""
     if not isinstance(given, Iterable):
@@ -86,8 +121,8 @@ def strings(given: Any) -> tuple[str, ...] | None:
 class Row:
     """A request that has a row of the state, or waits for one: how much of its prompt is in, and what came out so far.
 
-    It begins from the first `start` tokens of its prompt, which prompt number `source` runs, and stops on its own way
-    at each of `holds`, where others begin.
+    `number` is its place among all. It begins from the first `start` tokens of its prompt, which prompt number `source`
+    runs, and stops on its own way at each of `holds`, where others begin.
     """
 
     number: int
@@ -102,6 +137,11 @@ class Row:
     rounds: int = 0
     accepted: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
+
+    @property
+    def noise(self) -> int:
+        """What its noise is keyed by beside the seed."""
+        return self.number if self.request.number is None else int(self.request.number)
 
     @property
     def live(self) -> bool:
@@ -128,12 +168,15 @@ class Row:
         return piece
 
     def take(self, offered: Sequence[int]) -> Event:
-        """Take new tokens, up to the one that ends the row."""
+        """Take new tokens, up to the one that ends the row, or to a -1 in the place of one."""
         known = len(self.tokens)
         piece = ""
         for token in offered:
-            self.tokens.append(token)
-            piece += self._read(token)
+            if token < 0:
+                self.reason = "no_choice"
+            else:
+                self.tokens.append(token)
+                piece += self._read(token)
             if self.reason is not None:
                 piece += self.text.finish() if self.text is not None else ""
                 break
@@ -143,8 +186,7 @@ class Row:
     def count_round(self, accepted: Sequence[bool] = ()) -> None:
         """Count a forward after prefill, and which of its drafts the row took."""
         self.rounds += 1
-        before = self.accepted or [0] * len(accepted)
-        self.accepted = [count + new for count, new in zip(before, accepted, strict=True)]
+        self.accepted = [count + new for count, new in zip(self.accepted, accepted, strict=True)]
 
     def _read(self, token: int) -> str:
         """The text that is certain with `token`, and the reason to end if there is one."""
@@ -163,4 +205,5 @@ class Row:
             return None
         text = None if self.text is None else "".join(self.pieces)
         prompt = len(self.request.prompt)
-        return Result(self.tokens, text, self.reason, self.rounds, prompt, tuple(self.accepted), self.start)
+        accepted = tuple(self.accepted)
+        return Result(self.tokens, text, self.reason, self.rounds, prompt, accepted, self.start, self.noise)

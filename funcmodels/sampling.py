@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
-from typing import Any
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,9 +19,14 @@ from torch import Tensor
 
 from lowering import ops
 from lowering.ops.sampling import exponentials, first_of, mix, scaled_down
+from lowering.ops.widen import wide
+from params.errors import ConfigError
 from params.tree import map, static, to, tree
 
 from .penalties import Bias, Penalties, TokenCounts
+
+if TYPE_CHECKING:
+    from .model import Model
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,9 @@ class Sampling:
     forbids it), and the penalties: `repetition_penalty` (1: off) divides positive and multiplies negative logits of
     tokens in prompt or output, `frequency_penalty` (0: off) is subtracted for each time a token is in the output,
     `presence_penalty` (0: off) once if it is there. With penalties, `sample` and `verify` need `counts`.
+
+    Numbers may be of any real type and are used in float32. `ValueError` for one that is out of its range, or that
+    float32 has as 0 or as infinite: 0 aside, sizes go from its smallest normal number, 1.18e-38, to 3.40e+38.
     """
 
     temperature: float = 0.0
@@ -55,44 +63,129 @@ class Sampling:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     def __post_init__(self) -> None:
-        wrong = [
-            f"{name} must be {wanted}, found {getattr(self, name)!r}"
-            for name, (wanted, fits) in _RULES.items()
-            if not fits(getattr(self, name))
-        ]
+        wrong = []
+        for name, (wanted, read) in _RULES.items():
+            given = getattr(self, name)
+            found = read(given)
+            if found is None:
+                wrong.append(f"{name} must be {wanted}, found {_shown(given)}")
+            object.__setattr__(self, name, found)
         if wrong:
             raise ValueError("Sampling: " + "; ".join(wrong))
 
+    @staticmethod
+    def of(model: Model) -> Sampling:
+        """The settings that the checkpoint of `model` asks for in its `generation_config.json`.
 
-def _finite(given: Any) -> bool:
-    return isinstance(given, Real) and math.isfinite(given)
+        They are what that file says, as transformers reads it: greedy unless `do_sample` is true, then at temperature 1
+        unless it names another. A filter that it does not name is off, as in vLLM (transformers sets `top_k` to 50).
+        Without such a file, greedy. `ConfigError` for a value out of range, and for a setting that is not among ours.
+        """
+        given = {} if model.tokenizer is None else model.tokenizer.generation
+        foreign = [
+            f"{name}={given[name]!r:.100}"
+            for name in sorted(given.keys() & _FOREIGN.keys())
+            if given[name] not in (None, _FOREIGN[name])
+        ]
+        sampled = given.get("do_sample") or False
+        if foreign or not isinstance(sampled, bool):
+            reason = "Sampling has no " + ", ".join(foreign) if foreign else f"do_sample is {sampled!r:.100}"
+            raise ConfigError(f"generation_config.json: {reason}; write the settings that you want yourself")
+        named = {name: given[name] for name in _RULES.keys() - {"seed", "logit_bias"} if given.get(name) is not None}
+        try:
+            found = Sampling(**{"temperature": 1.0, **named})
+        except ValueError as error:
+            raise ConfigError(f"generation_config.json: {error}") from None
+        # Of a greedy row filters mean nothing; penalties do.
+        return found if sampled else replace(found, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
-def _is_bias(given: Any) -> bool:
-    """Whether these are pairs of a token and what its logit can have added."""
+_FOREIGN = {
+    "num_beams": 1, "num_beam_groups": 1, "penalty_alpha": 0, "dola_layers": None, "guidance_scale": 1, "top_h": None,
+    "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0, "bad_words_ids": [], "suppress_tokens": [], "begin_suppress_tokens": [],
+    "sequence_bias": {}, "forced_bos_token_id": None, "forced_eos_token_id": None, "min_length": 0, "min_new_tokens": 0,
+    "exponential_decay_length_penalty": None, "constraints": [], "force_words_ids": [], "watermarking_config": None,
+}  # fmt: skip
+"""What transformers' generation config has beside ours that decides which tokens come; where it does nothing."""
+
+LEAST, MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+"""The sizes of normal float32 numbers. Devices may take smaller ones for 0."""
+
+
+def _number(given: Any) -> float | None:
+    """A real number, None for what float32 does not have."""
+    if not isinstance(given, Real) or isinstance(given, bool):
+        return None
+    try:
+        number = float(given)
+    except OverflowError:
+        return None
+    return number if given == 0 or LEAST <= abs(number) <= MOST else None
+
+
+def _whole(given: Any, least: int, end: int) -> int | None:
+    """An integer from `least` and below `end`, None for anything else."""
+    if not isinstance(given, Integral) or isinstance(given, bool):
+        return None
+    number = int(given)
+    return number if least <= number < end else None
+
+
+def _within(fits: Callable[[float], bool]) -> Callable[[Any], float | None]:
+    """Reads a number that `fits`."""
+
+    def read(given: Any) -> float | None:
+        number = _number(given)
+        return number if number is not None and fits(number) else None
+
+    return read
+
+
+def _biases(given: Any) -> tuple[tuple[int | None, float | None], ...] | None:
+    """Pairs of a token and what its logit can have added."""
     if not isinstance(given, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in given):
-        return False
-    fits = all(isinstance(token, int) and token >= 0 and isinstance(x, Real) and x < math.inf for token, x in given)
-    return fits and len({token for token, _ in given}) == len(given)
+        return None
+    forbidden = -math.inf
+    pairs = tuple(
+        (_whole(token, 0, 2**31), forbidden if isinstance(x, Real) and x == forbidden else _number(x))
+        for token, x in given
+    )
+    fits = not any(None in pair for pair in pairs) and len({token for token, _ in pairs}) == len(pairs)
+    return pairs if fits else None
 
 
-_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "temperature": ("0 (greedy) or a positive number", lambda x: _finite(x) and x >= 0),
-    "top_k": ("0 (off) or a positive integer", lambda x: isinstance(x, int) and 0 <= x < 2**31),
-    "top_p": ("above 0 and at most 1 (off)", lambda x: _finite(x) and 0 < x <= 1),
-    "min_p": ("in 0 (off)..1", lambda x: _finite(x) and 0 <= x <= 1),
-    "seed": ("an integer of 64 bits", lambda x: isinstance(x, int) and -(2**63) <= x < 2**63),
-    "repetition_penalty": ("a positive number (1: off)", lambda x: _finite(x) and x > 0),
-    "presence_penalty": ("a number (0: off)", _finite),
-    "frequency_penalty": ("a number (0: off)", _finite),
-    "logit_bias": ("a tuple of pairs (token, number below inf), each token once", _is_bias),
-}
-"""What each setting has to be, in words and as a test."""
+def _shown(given: Any) -> str:
+    try:
+        return f"{given!r:.100}"
+    except ValueError:  # Python prints no integers of thousands of digits
+        return "a number of too many digits to print"
+
+
+_RANGE = f"of at least {LEAST:.3g} and at most {MOST:.3g} in size, as float32 has them"
+_RULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "temperature": (f"0 (greedy) or a positive number {_RANGE}", _within(lambda x: x >= 0)),
+    "top_k": ("0 (off) or a positive integer below 2**31", lambda x: _whole(x, 0, 2**31)),
+    "top_p": (f"above 0 and at most 1 (off), a number {_RANGE}", _within(lambda x: 0 < x <= 1)),
+    "min_p": (f"in 0 (off)..1, 0 or a number {_RANGE}", _within(lambda x: 0 <= x <= 1)),
+    "seed": ("an integer of 64 bits", lambda x: _whole(x, -(2**63), 2**63)),
+    "repetition_penalty": (f"a positive number {_RANGE} (1: off)", _within(lambda x: x > 0)),
+    "presence_penalty": (f"a number {_RANGE}, or 0 (off)", _number),
+    "frequency_penalty": (f"a number {_RANGE}, or 0 (off)", _number),
+    "logit_bias": (
+        f"a tuple of pairs (token, number below inf), each token once and each number -inf, 0 or {_RANGE}", _biases,
+    ),
+}  # fmt: skip
+"""What each setting has to be, in words; and what reads it, None for what does not fit."""
 
 
 @tree
 class RowSampling:
-    """Settings of each row of a batch. `largest_k` and the flags are what the host knows of all rows together."""
+    """Settings of each row of a batch. `largest_k` and the flags are what the host knows of all rows together.
+
+    `of` is given settings that were checked. Nobody looks into tensors that are put together by hand: out of range,
+    they may leave their row no choice, and change no other.
+    """
 
     temperature: Float[Tensor, " rows"]
     top_k: Int[Tensor, " rows"]
@@ -135,7 +228,8 @@ class RowSampling:
         Greedy rows take part with a temperature of 1.
         """
         return (
-            torch.where(self.temperature > 0, self.temperature, 1),
+            # One below 0, or NaN, leaves the row no token.
+            torch.where(self.temperature == 0, 1, self.temperature.clamp(min=0)),
             self.top_k if self.largest_k else None,
             self.top_p if self.top_p_on else None,
             self.min_p if self.min_p_on else None,
@@ -168,7 +262,7 @@ def adjusted(
     if sampling.bias is None and sampling.penalties is None:
         return logits, sampling
     if sampling.bias is not None:
-        logits = sampling.bias.added(logits.float())
+        logits = sampling.bias.added(wide(logits))
     if sampling.penalties is not None:
         rows, _, vocab = logits.shape
         if counts is None or counts.output.shape != (rows, vocab):
@@ -177,7 +271,7 @@ def adjusted(
                 f"sampling asks for penalties, which need counts of [{rows}, {vocab}] tokens, and was given {given}; "
                 "make them with TokenCounts.of(prompts, vocab), and add each round's tokens"
             )
-        logits = sampling.penalties.applied(logits.float(), counts, drafts)
+        logits = sampling.penalties.applied(wide(logits), counts, drafts)
     return logits, replace(sampling, bias=None, penalties=None)
 
 
@@ -191,8 +285,8 @@ def sample(
     """A token for each row of logits, by the row's settings; float32 inside or wider, nothing is read from a device.
 
     `positions` are the places in their sequences that the tokens will take; `requests` tell sequences with one seed
-    apart; `counts` are what penalties go by. A logit of -inf forbids its token. A row whose largest logit is NaN or
-    infinite gives -1.
+    apart; `counts` are what penalties go by. A logit of -inf forbids its token. A row without a choice gives -1: one
+    whose largest logit, after bias and penalties, is NaN or infinite.
     """
     logits, sampling = _adjusted_rows(logits, sampling, counts)
     if sampling.greedy:
@@ -202,7 +296,7 @@ def sample(
         temperature, k, p, min_p, hints = sampling.filters()
         tokens = ops.draw(logits, keys, temperature, k, p, min_p, **hints)
         if sampling.mixed:
-            tokens = torch.where(sampling.temperature > 0, tokens, logits.argmax(-1))
+            tokens = torch.where(sampling.temperature == 0, logits.argmax(-1), tokens)
     return torch.where(finite(logits), tokens, -1)
 
 
@@ -234,7 +328,7 @@ def law_logits(logits: Float[Tensor, "rows vocab"], sampling: RowSampling) -> Fl
     Bias and penalties must have been applied.
     """
     temperature, k, p, min_p, hints = sampling.filters()
-    scaled = scaled_down(logits.float(), temperature)
+    scaled = scaled_down(logits, temperature)
     keep = scaled >= -torch.inf
     if k is not None or p is not None:
         keep = ops.keep_top(scaled, k, p, **hints)
@@ -242,7 +336,7 @@ def law_logits(logits: Float[Tensor, "rows vocab"], sampling: RowSampling) -> Fl
         keep = keep & (scaled >= min_p.log()[:, None])
     if sampling.greedy or sampling.mixed:
         is_best = torch.arange(logits.shape[1], device=logits.device) == logits.argmax(-1, keepdim=True)
-        keep = torch.where(sampling.temperature[:, None] > 0, keep, is_best)
+        keep = torch.where(sampling.temperature[:, None] == 0, is_best, keep)
     return torch.where(keep, scaled, -torch.inf)
 
 
@@ -293,7 +387,8 @@ class DraftNoise:
         changed, settings = _adjusted_rows(logits, replace(self.sampling, penalties=None), None)
         kept_logits = law_logits(changed, settings)
         keys = keys_of(settings.seed, self.requests, positions, DRAFT)
-        return first_of(kept_logits, kept_logits > -torch.inf, keys), kept_logits
+        # A row without a choice proposes some token: that it has none is for `verify` to say.
+        return first_of(kept_logits, kept_logits > -torch.inf, keys).clamp(min=0), kept_logits
 
 
 @tree

@@ -31,7 +31,7 @@ NOBODY = Row(0, Request((0,), 1), fed=1, reason="length")
 """Stands where a row belongs to no request."""
 
 Offers = list[list[int]]
-"""New tokens of each row."""
+"""New tokens of each row; -1 in the place of one ends a row that has no choice."""
 
 
 @dataclass(frozen=True)
@@ -168,9 +168,7 @@ class Plain:
         self._settle([new], [len(more) if row.live else 0 for row, more in pairs])
         ready = [row.live and row.through and len(more) > 0 for row, more in pairs]
         tokens = drawn.tolist() if any(ready) else [0] * len(ready)
-        offers = [[token] if wanted else [] for token, wanted in zip(tokens, ready, strict=True)]
-        _check_finite(self.table, offers)
-        return batch, out, offers
+        return batch, out, [[token] if wanted else [] for token, wanted in zip(tokens, ready, strict=True)]
 
     def _settle(self, new: Sequence[State], counts: Sequence[int]) -> None:
         """Go on with `new` states, in which rows hold `counts` more tokens than in those before."""
@@ -268,7 +266,8 @@ class Drafted(Plain):
         following: list[int] = []
         for row, new, offer in zip(self.table, inputs, offers, strict=True):
             start = row.fed - len(new) + 1
-            following += [*row.request.prompt[start : start + len(new)], *offer] if new else []
+            # A row without a choice has ended; what its draft takes in is of no meaning, and has to be a token.
+            following += [*row.request.prompt[start : start + len(new)], *(max(x, 0) for x in offer)] if new else []
         if self.carry is None:
             rows = batch.rows
             self.carry = Carry(batch.tokens.new_zeros(rows), out.hidden.new_zeros(rows, out.hidden.shape[1]))
@@ -287,7 +286,6 @@ class Drafted(Plain):
         verdict, *new, self.carry = self.programs.round(self.both, *self.states, self.carry, *given, steps=steps)
         read = torch.cat((verdict.tokens, verdict.accepted[:, None]), 1).tolist()
         offers = [row[: row[-1]] for row in read]
-        _check_finite(self.table, offers)
         self._settle(new, [len(offer) for offer in offers])
         for row, offer in zip(self.table, offers, strict=True):
             if offer:
@@ -299,13 +297,3 @@ class Drafted(Plain):
         super()._keep(rows)
         if self.carry is not None:
             self.carry = self.carry.select(torch.tensor(rows).to(self.carry.token.device))
-
-
-def _check_finite(table: Sequence[Row], offers: Offers) -> None:
-    """`FloatingPointError` for a row whose draw found no largest logit, -1 among its tokens."""
-    for row, offer in zip(table, offers, strict=True):
-        if -1 in offer:
-            raise FloatingPointError(
-                f"prompt {row.number}: the largest logit after {len(row.tokens) + offer.index(-1)} new tokens is NaN "
-                "or infinite; check the parameters and their dtype"
-            )

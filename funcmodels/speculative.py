@@ -93,7 +93,7 @@ def verify(
     count while they equal it: a draft x is accepted with probability p(x). With them, a draft that was drawn from q is
     accepted with probability min(1, p(x) / q(x)), and a rejected one replaced by a draw from what p has more than q
     (Leviathan et al. 2023): sum(min(p, q)) in all. `requests` number the rows for the noise (0, 1, ... by default). A
-    row with logits that are no numbers ends in a -1 that `accepted` counts.
+    row without a choice, as `sample` has it, ends in a -1 that `accepted` counts.
     """
     rows, steps = proposal.tokens.shape
     width = steps + 1
@@ -173,6 +173,7 @@ def _from_the_rest(
     rest = torch.where(p > q, p - q, 0)
     some = rest.sum(-1, keepdim=True) > 0
     weights = torch.where(some, rest, p)
+    weights = weights / weights.amax(-1, keepdim=True)  # what is left may be as little as float32 has
     return first_of(weights.log(), weights > 0, keys)
 
 

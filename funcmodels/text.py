@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,11 +23,15 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A checkpoint's `tokenizer.json`, opened when it is first needed, and the ids that begin and end its texts."""
+    """A checkpoint's `tokenizer.json`, opened when it is first needed, and the ids that begin and end its texts.
+
+    `generation` is what its `generation_config.json` says.
+    """
 
     directory: Path
     bos: int | None
     eos: tuple[int, ...]
+    generation: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
     def of(directory: Path, config: Mapping[str, Any]) -> Tokenizer:
@@ -35,7 +39,7 @@ class Tokenizer:
         path = directory / "generation_config.json"
         given = _read_json(path) if path.is_file() else {}
         bos, eos = (special_ids(name, given) or special_ids(name, config) for name in ("bos", "eos"))
-        return Tokenizer(directory, bos[0] if bos else None, eos)
+        return Tokenizer(directory, bos[0] if bos else None, eos, given)
 
     @property
     def available(self) -> bool:

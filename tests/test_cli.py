@@ -127,8 +127,35 @@ def test_generate_captures_and_sets_the_dtype_of_states(
     assert seen == [(None, torch.float32), ("fx", torch.float32), (None, torch.bfloat16)]
 
 
+def test_generate_says_what_the_checkpoint_asks_for_instead(
+    run: Callable[..., Run], directory: Path, tmp_path: Path
+) -> None:
+    asked = {"do_sample": True, "temperature": 0.6, "top_k": 20}
+    for file in directory.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    path = tmp_path / "generation_config.json"
+    flags = ["generate", "--model", tmp_path, "--prompt", "x", "--max-new-tokens", 1]
+    assert "note:" not in run(*flags).err, "a file that asks for nothing"
+    path.unlink()
+    path.write_text(json.dumps(asked))
+    note = "note: generation_config.json asks for --temperature 0.6 --top-k 20, which was not used"
+    assert note in run(*flags).err and note in run(*flags, "--top-k", 20).err
+    assert "note:" not in run(*flags, "--temperature", 0.6, "--top-k", 20, "--seed", 3).err
+    path.write_text(json.dumps(asked | {"top_k": -3}))
+    found = run(*flags)
+    assert found.code == 0 and re.search("note: .* not used: generation_config.json: .*top_k must be", found.err)
+
+
+def test_generate_fails_where_no_token_can_be_chosen(run: Callable[..., Run], directory: Path) -> None:
+    flags = [word for token in range(tiny.VOCAB) for word in ("--logit-bias", f"{token}=-inf")]
+    found = run("generate", "--model", directory, "--prompt", "x", *flags)
+    assert (found.code, found.out) == (2, "\n")
+    assert "the largest logit after 0 new tokens is NaN or infinite" in found.err
+
+
 MISTAKES = [
-    (["--temperature", -1], "temperature must be 0"), (["--top-p", 0], "top_p must be"),
+    (["--temperature", -1], "temperature must be 0"), (["--temperature", 1e-46], "temperature must be 0"),
+    (["--top-p", 0], "top_p must be"),
     (["--draft", "mtp"], "this model has no mtp head"), (["--max-new-tokens", 0], "max_new_tokens must be at least 1"),
     (["--max-new-tokens", 500], "do not fit in the 128 positions"), (["--prompt", ""], "prompt 0 is empty"),
     (["--device", "cuda:9999"], "device 'cuda:9999' cannot be used here"), (["--device", "x"], "device 'x' cannot"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,19 +92,35 @@ def test_sampled_tokens_do_not_depend_on_rows_chunks_or_company(loaded: tuple[fm
 
 
 def test_equal_prompts_are_told_apart_by_number_and_seed(loaded: tuple[fm.Model, Any]) -> None:
-    def sampled(seed: int) -> list[list[int]]:
-        return tokens(fm.generate(*loaded, [[5, 6]] * 3, 12, sampling=fm.Sampling(1.5, seed=seed), eos=()))
+    def sampled(seed: int, numbers: list[int] | None = None) -> list[list[int]]:
+        given = fm.Sampling(1.5, seed=seed)
+        return tokens(fm.generate(*loaded, [[5, 6]] * 3, 12, sampling=given, eos=(), numbers=numbers))
 
     first = sampled(1)
     assert len({tuple(found) for found in first}) == 3
     assert sampled(1) == first
     assert all(a != b for a, b in zip(sampled(2), first, strict=True))
+    assert sampled(1, [2, -(2**63), 2]) == [first[2], sampled(1, [0, 0, -(2**63)])[2], first[2]]
 
 
-def test_order_of_prompts_does_not_matter(loaded: tuple[fm.Model, Any], expected: list[list[int]]) -> None:
-    order = [4, 0, 5, 2, 1, 3]
-    found = tokens(fm.generate(*loaded, [PROMPTS[index] for index in order], 24, eos=(), rows=3))
-    assert found == [expected[index] for index in order]
+def test_a_result_can_be_had_again_in_any_company(loaded: tuple[fm.Model, Any], expected: list[list[int]]) -> None:
+    """By its number: alone, in another order, beside prompts that were not there, in fewer rows and smaller pieces."""
+    draw = random.Random(3)
+    each = [replace(SAMPLING, temperature=1.5 * (at % 3 > 0), min_p=0.001 * (at % 2)) for at in range(len(PROMPTS))]
+    numbers = [draw.randrange(-(2**63), 2**63) for _ in PROMPTS]
+    whole = fm.generate(*loaded, PROMPTS, 16, sampling=each, eos=(), numbers=numbers)
+    assert [result.number for result in whole] == numbers
+    assert tokens(whole)[::3] == [found[:16] for found in expected[::3]], "every third is greedy"
+    for size in (1, 2, 5, 6):
+        picked: list[int | None] = [*draw.sample(range(len(PROMPTS)), size)]
+        requests = [fm.Request(tuple(PROMPTS[at]), 16, each[at], number=numbers[at]) for at in picked if at is not None]
+        stranger = draw.randrange(size + 1)
+        picked.insert(stranger, None)
+        requests.insert(stranger, fm.Request((7, 8, 9), 5, fm.Sampling(2.0, top_k=3), number=numbers[0]))
+        served = fm.serve(*loaded, requests, rows=draw.randint(1, 4), chunk=draw.choice([2, 512]))
+        found = {event.request: event.result for event in served if event.result}
+        for place, at in enumerate(picked):
+            assert at is None or (found[place].tokens, found[place].number) == (whole[at].tokens, numbers[at])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 6])
@@ -221,6 +238,8 @@ REFUSED = [
     ({"sampling": [fm.Sampling()] * 3}, "2 prompts and 3 samplings"),
     ({"stop": ""}, "stop string is empty"),
     ({"rows": 0}, "rows must be at least 1, found 0"),
+    ({"numbers": [3]}, "2 prompts and 1 numbers"),
+    ({"numbers": [3, 2**63]}, "number must be an integer of 64 bits, found one of 64 bits"),
     ({"chunk": -1}, "chunk must be at least 1, found -1"),
     ({"page_size": 0}, "page_size must be at least 1, found 0"),
 ]  # fmt: skip
@@ -263,6 +282,8 @@ def test_wrong_types_are_named(given: dict[str, Any], message: str, loaded: tupl
         ({"eos": 3}, "eos must be a list of integer token ids, found 3"),
         ({"stop": "end"}, "stop must be a tuple of strings, found 'end'"),
         ({"sampling": None}, "sampling must be a Sampling, found None"),
+        ({"number": 1.0}, "number must be an integer, found 1.0"),
+        ({"number": True}, "number must be an integer, found True"),
     ],
 )
 def test_requests_of_wrong_types(given: dict[str, Any], message: str) -> None:
@@ -293,11 +314,11 @@ def test_a_model_without_tokenizer_takes_ids_only(loaded: tuple[fm.Model, Any], 
         fm.generate(model, loaded[1], [[1]], stop="x")
 
 
-def test_numbers_that_are_not_finite_are_an_error(loaded: tuple[fm.Model, Any]) -> None:
+def test_broken_parameters_leave_no_choice(loaded: tuple[fm.Model, Any]) -> None:
     model, params = loaded
     broken = trees.put(params, "norm.weight", torch.full_like(params.norm.weight, torch.nan))
-    with pytest.raises(FloatingPointError, match="prompt 0: the largest logit after 0 new tokens"):
-        fm.generate(model, broken, [[1, 2]])
+    for result in fm.generate(model, broken, [[1, 2], [3], [4]], rows=2):
+        assert (result.tokens, result.text, result.finish_reason, result.rounds) == ([], "", "no_choice", 0)
 
 
 def streamed(stream: TextStream, ids: list[int]) -> list[str]:

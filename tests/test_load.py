@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 import funcmodels as fm
 import params as trees
@@ -53,6 +55,51 @@ def test_the_model_knows_its_tokenizer_and_ends(directory: Path) -> None:
     assert model.tokenizer.decode(model.tokenizer.encode(text)) == text
     assert model.tokenizer.decode(model.tokenizer.encode(f"a{tiny.END}b")) == "ab"
     assert fm.build(directory).tokenizer is None
+
+
+ASKED: dict[str, tuple[dict[str, Any], fm.Sampling]] = {
+    "all": (
+        {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.05},
+        fm.Sampling(0.6, 20, 0.95, 0.05, repetition_penalty=1.05),
+    ),
+    "some": ({"do_sample": True, "top_k": 0, "top_p": 0.9, "temperature": None}, fm.Sampling(1.0, top_p=0.9)),
+    "greedy": ({"do_sample": False, "top_k": 9, "repetition_penalty": 1.2}, fm.Sampling(repetition_penalty=1.2)),
+    "not said": ({"temperature": 0.6, "top_p": 0.9}, fm.Sampling()),
+    "neutral": ({"num_beams": 1, "typical_p": 1.0, "suppress_tokens": [], "max_new_tokens": 9}, fm.Sampling()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_the_sampling_that_a_checkpoint_asks_for(name: str, directory: Path, tmp_path: Path) -> None:
+    given, expected = ASKED[name]
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    model = replace(fm.build(directory), tokenizer=Tokenizer.of(tmp_path, {}))
+    assert fm.Sampling.of(model) == expected
+    theirs = GenerationConfig.from_pretrained(tmp_path)
+    assert (theirs.get_generation_mode() == "sample") == (expected.temperature > 0)
+    assert fm.Sampling.of(fm.build(directory)) == fm.Sampling()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"temperature": 0.6, "top_p": 1.5}', "top_p must be above 0 and at most 1"),
+        ('{"do_sample": true, "temperature": 1e39}', "temperature must be .*, found 1e.39"),
+        pytest.param('{"temperature": "hot"}', "temperature must be .*, found 'hot'", marks=pytest.mark.plain),
+        pytest.param('{"top_k": 20.5}', "top_k must be .*, found 20.5", marks=pytest.mark.plain),
+        ('{"repetition_penalty": NaN}', "repetition_penalty must be .*, found nan"),
+        ('{"do_sample": "yes"}', "do_sample is 'yes'"),
+        ('{"num_beams": 4, "no_repeat_ngram_size": 3}', "Sampling has no no_repeat_ngram_size=3, num_beams=4"),
+    ],
+)
+def test_sampling_that_cannot_be_used_is_said_when_it_is_asked_for(
+    content: str, message: str, reference: Any, tmp_path: Path
+) -> None:
+    tiny.write(tmp_path, reference)
+    (tmp_path / "generation_config.json").write_text(content)
+    model, _ = fm.load(tmp_path)
+    with pytest.raises(fm.ConfigError, match=f"generation_config.json: .*{message}"):
+        fm.Sampling.of(model)
 
 
 def test_padding_and_truncation_in_the_file_are_left_aside(directory: Path, tmp_path: Path) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,6 +177,18 @@ def test_noise_is_positive_and_finite_at_the_ends_of_the_hash(bits: int, monkeyp
     assert sample(torch.tensor([[-3.0, 0], [0, -3]]), Sampling(1, top_k=1), zero, zero).tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_settings_put_together_by_hand_harm_no_other_row(name: str, mixed: bool) -> None:
+    """Out of range, they leave their row no token; nothing is read from the device to find out."""
+    logits, index = torch.randn(2, 50, generator=torch.Generator().manual_seed(1)), torch.arange(2)
+    rows = RowSampling.of([Sampling(0.7, top_p=0.9, min_p=0.01), Sampling(0.0 if mixed else 0.7, top_p=0.9)])
+    right = sample(logits, rows, index, index)
+    for bad in (math.nan, -1.0) if name != "top_p" else (0.0, -1.0):
+        one = replace(rows, **{name: torch.tensor([bad, float(getattr(rows, name)[1])])})
+        assert sample(logits, one, index, index).tolist() == [-1, int(right[1])]
+
+
 @pytest.mark.parametrize("axis", ["seed", "request", "position", "token"])
 def test_noise_is_uniform_and_independent_along_each_counter(axis: str) -> None:
     count = 20_001
@@ -194,18 +210,26 @@ def test_counters_are_told_apart() -> None:
     assert len(numbers.unique()) > 0.999 * numbers.numel()
 
 
-def test_a_row_does_not_depend_on_its_batch() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
+    """Not even by the dtype that its neighbours' penalties are worked out in."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(40, 61, generator=generator) * 2
-    kinds = [Sampling(), Sampling(0.8, seed=1), Sampling(1.2, 5, 0.9), Sampling(1, top_p=0.7), Sampling(1, min_p=0.1)]
-    rows = [kinds[index % 5] for index in range(40)]
+    logits = (torch.randn(40, 61, generator=generator) * 2).to(dtype)
+    logits[::7, 9], logits[::7, 11] = 30, 30 + 1e-9
+    kinds = [
+        Sampling(), Sampling(0.8, seed=1), Sampling(1.2, 5, 0.9), Sampling(1, top_p=0.7), Sampling(1, min_p=0.1),
+        Sampling(0.0, logit_bias=((3, 0.1), (60, -math.inf))), Sampling(0.9, presence_penalty=1e30),
+    ]  # fmt: skip
+    rows = [kinds[index % 7] for index in range(40)]
     requests, positions = torch.arange(40) // 3, torch.arange(40) * 7
-    whole = sample(logits, RowSampling.of(rows), requests, positions)
-    assert len(whole.unique()) > 10
-    for size in (1, 3, 17):
+    counts = TokenCounts.of([[1, 2]] * 40, 61)
+    whole = sample(logits, RowSampling.of(rows), requests, positions, counts)
+    assert len(whole.unique()) > 10 and whole[0] == (9 if dtype == torch.float32 else 11)
+    for size in (1, 1, 1, 3, 17):
         order = torch.randperm(40, generator=generator)[:size]
         picked = RowSampling.of([rows[index] for index in order.tolist()])
-        assert torch.equal(sample(logits[order], picked, requests[order], positions[order]), whole[order])
+        found = sample(logits[order], picked, requests[order], positions[order], counts.select(order))
+        assert torch.equal(found, whole[order])
 
 
 def test_greedy_rows_beside_sampled_ones() -> None:
@@ -268,8 +292,45 @@ BAD = [
     pytest.param({"top_p": None}, "top_p", marks=pytest.mark.plain),
     pytest.param({"min_p": "0"}, "min_p", marks=pytest.mark.plain),
     ({"top_p": 0.0}, "top_p"), ({"top_p": 1.01}, "top_p"), ({"top_p": math.nan}, "top_p"), ({"min_p": -0.1}, "min_p"),
-    ({"min_p": 1.5}, "min_p"), ({"seed": 2**63}, "seed"), pytest.param({"seed": 0.5}, "seed", marks=pytest.mark.plain),
+    ({"min_p": 1.5}, "min_p"), ({"seed": 2**63}, "seed"), ({"seed": True}, "seed"), ({"top_k": True}, "top_k"),
+    ({"top_k": 10**5000}, "top_k"), ({"logit_bias": ((True, 1.0),)}, "logit_bias"),
+    ({"logit_bias": ((2**64, 1.0),)}, "logit_bias"), pytest.param({"seed": 0.5}, "seed", marks=pytest.mark.plain),
 ]  # fmt: skip
+
+
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+NUMBERS: list[Any] = [
+    0, -0.0, 0.5, 1, Fraction(1, 3), np.float16(0.5), np.float32(0.25), np.float64(1), np.int8(1), 2.0**-126, 2.0**-150,
+    1e-39, 1e-46, -1e-46, Fraction(1, 10**400), Fraction(10**400, 10**400 + 1), 1 - 1e-9, 3.4e38, 1e39, -1e39, 2.0**128,
+    10**400, -(10**5000), Fraction(10**5000, 7), math.nan, math.inf, -math.inf, np.float32(math.inf), True, np.True_,
+    "0.5", None, 1j, Decimal("0.5"), np.array([0.5]), torch.tensor(0.5), [0.5],
+]  # fmt: skip
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("name", FLOATS)
+def test_numbers_are_refused_or_are_those_of_the_device(name: str) -> None:
+    """What float32 has as 0 or as infinite is refused by name; what is accepted runs, alone and in company."""
+    logits, index, seen = torch.tensor([[0.5, -1.0, 2.0]]).expand(3, -1), torch.arange(3), TokenCounts.of([[1]] * 3, 3)
+    company = [Sampling(0.7, repetition_penalty=1.5), Sampling(logit_bias=((0, 1.0), (2, -2.0)))]
+    refused = []
+    for number in NUMBERS:
+        given: dict[str, Any] = {"temperature": 1.0, name: ((1, number),) if name == "logit_bias" else number}
+        try:
+            one = Sampling(**given)
+        except ValueError as error:
+            refused.append(str(error))
+            continue
+        held = one.logit_bias[0][1] if name == "logit_bias" else getattr(one, name)
+        device = np.float32(held)
+        assert type(held) is float and held == float(number) and bool(device) == bool(number)
+        assert np.isfinite(device) or (name == "logit_bias" and device == -math.inf)
+        alone, beside = (RowSampling.of(rows) for rows in ([one], [*company, one]))
+        counts = seen.select(index[:1])
+        token = sample(logits[:1], alone, index[2:], index[2:], counts)
+        assert token == sample(logits, beside, index, index, seen)[2] and 0 <= int(token) < 3
+    assert len(NUMBERS) - 18 <= len(refused) <= len(NUMBERS) - 9
+    assert all(re.fullmatch(f"Sampling: {name} must be .*, found .*", error) and len(error) < 400 for error in refused)
 
 
 @pytest.mark.parametrize(("given", "name"), BAD)

@@ -94,9 +94,9 @@ class DeltaInputs:
         """The state after the first `accepted` of each row's new tokens: the rule again, with the rest left out."""
         rows, steps = self.keys.shape[:2]
         taken = (torch.arange(steps, device=accepted.device) < accepted[:, None])[..., None]
-        # No decay and no write strength: such a token leaves the state as it is.
+        # No decay and no write strength: such a token leaves the state as it is, even where it was NaN.
         decay, beta = (torch.where(taken, x, 0).flatten(0, 1) for x in (self.decay, self.beta))
-        keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
+        keys, values = (torch.where(taken[..., None], x, 0).flatten(0, 1) for x in (self.keys, self.values))
         start = torch.arange(0, (rows + 1) * steps, steps, dtype=torch.int32, device=accepted.device)
         hints: dict[str, Any] = {"max_query": steps, "uniform": True, "keep_steps": False}
         _, after, _ = gated_delta_rule(keys, keys, values, decay, beta, self.before, start, **hints)
@@ -117,9 +117,11 @@ def replay_delta(
     # Summed from the end: a difference of sums would be lost in rounding after a step that forgets nearly all.
     behind = torch.where(taken, of_channels(decay, keys), 0).flip(1).cumsum(1).flip(1)
     # What an update has left at the end: the decay of the accepted steps after it.
-    left = torch.where(taken, F.pad(behind[:, 1:], (0, 0, 0, 0, 0, 1)), -torch.inf).exp()
+    left = F.pad(behind[:, 1:], (0, 0, 0, 0, 0, 1)).exp()
     after = wide(before[: keys.shape[0]]) * behind[:, 0].exp()[:, :, None]
-    after = after + torch.einsum("rshv,rshk->rhvk", updates, keys * left)
+    # Chosen, not multiplied by 0: what was not accepted may be NaN, and leaves the row as it was all the same.
+    updates, keys = (torch.where(taken, x, 0) for x in (updates, keys * left))
+    after = after + torch.einsum("rshv,rshk->rhvk", updates, keys)
     return torch.cat((after.to(before.dtype), before[keys.shape[0] :]))
 
 

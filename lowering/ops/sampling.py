@@ -64,7 +64,7 @@ def draw(
 
     min-p keeps a token with at least min_p times the probability of the largest. The draw is an exponential race:
     token v arrives at `exponentials(key, v)` over its weight, so it is first by its share of the weight; what it gives
-    depends on the row alone. A row whose largest logit is no finite number gives some token.
+    depends on the row alone. A row that is left no token, as one whose largest logit is no finite number, gives -1.
     """
     scaled = scaled_down(logits, temperature)
     keep = keep_top.body(scaled, k, p, largest_k=largest_k, p_alone=p_alone)
@@ -81,9 +81,15 @@ def scaled_down(
 def first_of(
     scaled: Float[Tensor, "rows vocab"], keep: Bool[Tensor, "rows vocab"], keys: Int[Tensor, " rows"]
 ) -> Int[Tensor, " rows"]:
-    """The winner of the race of all tokens in `keep`, by logits below 0."""
+    """The winner of the race of all tokens in `keep`, by logits of at most 0, the largest of which is 0; -1 of none."""
     numbers = exponentials(keys[:, None], torch.arange(scaled.shape[1], device=scaled.device))
-    return torch.where(keep, numbers / scaled.exp(), torch.inf).argmin(-1)
+    return winner(torch.where(keep, numbers / scaled.exp(), torch.inf))
+
+
+def winner(arrivals: Float[Tensor, "rows choices"]) -> Int[Tensor, " rows"]:
+    """The place of each row's first arrival; -1 where none arrives, or a NaN is among them."""
+    first = arrivals.argmin(-1)
+    return torch.where(arrivals.gather(-1, first[:, None])[:, 0].isfinite(), first, -1)
 
 
 def mix(first: Tensor, second: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..ops.sampling import draw, exponentials, first_of, keep_top, scaled_down, sum_of_larger
+from ..ops.sampling import draw, exponentials, first_of, keep_top, scaled_down, sum_of_larger, winner
 from ..ops.widen import wide
 from ..target import EVERY
 
@@ -131,13 +131,13 @@ def _members(groups: Tensor, count: int, vocab: int) -> Tensor:
 
 
 def _first(scaled: Tensor, keep: Tensor, min_p: Tensor | None, keys: Tensor, ids: Tensor) -> Tensor:
-    """The winner [rows] of the race among those of `ids` [rows choices] that are kept."""
+    """The winner [rows] of the race among those of `ids` [rows choices] that are kept, -1 of none."""
     if min_p is not None:
         keep = keep & (scaled >= min_p.log()[:, None])
     row, at = keep.nonzero().unbind(1)
     numbers = exponentials(keys[row], ids[row, at]) / scaled[row, at].exp()
-    arrivals = torch.full_like(scaled, torch.inf).index_put_((row, at), numbers)
-    return ids.gather(1, arrivals.argmin(-1, keepdim=True))[:, 0]
+    at = winner(torch.full_like(scaled, torch.inf).index_put_((row, at), numbers))
+    return torch.where(at < 0, at, ids.gather(1, at.clamp(min=0)[:, None])[:, 0])
 
 
 def _of_row(
@@ -153,9 +153,10 @@ def _of_row(
     if min_p is not None:
         keep &= scaled >= min_p.log()
     kept = torch.from_numpy(np.flatnonzero(keep.numpy()))  # Torch takes several times as long
-    if not len(kept):  # the row holds no number
-        return torch.zeros_like(key, dtype=torch.int64)
-    return kept[(exponentials(key, kept) / scaled[0, kept].exp()).argmin()][None]
+    if not len(kept):
+        return torch.full_like(key, -1)
+    at = winner((exponentials(key, kept) / scaled[0, kept].exp())[None])
+    return torch.where(at < 0, at, kept[at])
 
 
 def _top(logits: Tensor, k: Tensor | None, p: Tensor | None, largest_k: int, p_alone: bool, search: Search) -> Tensor:

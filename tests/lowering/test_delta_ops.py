@@ -12,7 +12,7 @@ from torch import Tensor
 
 import lowering
 from lowering import ops
-from lowering.ops import DeltaTrail, gated_delta_rule
+from lowering.ops import DeltaInputs, DeltaTrail, gated_delta_rule
 from tests.cases import ROWS, VERIFY, Draw, Rows, delta
 from tests.tolerances import assert_close
 
@@ -188,6 +188,22 @@ def test_a_trail_of_ragged_rows() -> None:
         found = trail.at(torch.tensor([2, 0, 1], dtype=torch.int32))
         for row, part in enumerate((slice(0, 2), slice(3, 3), slice(3, 4))):
             assert_close(found[row], recurrence(args[:5], part, args[5][row])[1], dtype=torch.float32, length=130)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_a_row_that_accepts_nothing_may_hold_nan(channels: bool) -> None:
+    """As one does whose request has ended without a choice: the row stays what it was."""
+    args, kwargs = delta(VERIFY, 6, 6, 8, 12, state=True, keep_steps=True, channels=channels)(Draw(torch.float32, 4))
+    dirty, before = [x.clone() for x in args[:5]], args[5].clone()
+    for x in dirty:
+        x[4:8] = torch.nan
+    trails = [gated_delta_rule(*dirty, *args[5:], **kwargs)[2]]
+    if not channels:
+        trails.append(DeltaInputs(args[5], *(x.unflatten(0, (3, 4)) for x in dirty[1:])))
+    for trail in trails:
+        found = trail.at(torch.tensor([2, 0, 4], dtype=torch.int32))
+        assert torch.equal(found[1], before[1]) and found.isfinite().all()
+        assert not torch.equal(found[0], before[0])
 
 
 def test_nothing_reads_padding() -> None:

@@ -137,11 +137,14 @@ def unordered(joined: Tensor, expected: Tensor, axis: int) -> float:
 
 
 def generated(kind: str, model: fm.Model, params: Any) -> list[list[int]]:
-    """Greedy and sampled tokens, with the draft head where there is one."""
-    prompts = [[3, 4, 5, 6], [7, 8]]
+    """Greedy and sampled tokens, with the draft head where there is one; beside them a row without a choice."""
+    prompts = [[3, 4, 5, 6], [7, 8], [9]]
     draft = "mtp" if kind in HEADS else "none"
     greedy = fm.generate(model, params, prompts, max_new_tokens=7, draft=draft)
-    drawn = fm.generate(model, params, prompts, max_new_tokens=7, draft=draft, sampling=fm.Sampling(1.0, seed=5))
+    one = fm.Sampling(1.0, seed=5)
+    none = fm.Sampling(1.0, logit_bias=tuple((token, -torch.inf) for token in range(model.config.vocab_size)))
+    drawn = fm.generate(model, params, prompts, 7, draft=draft, sampling=[one, none, one], numbers=[3, 1, -8], rows=2)
+    assert [result.finish_reason == "no_choice" for result in drawn] == [False, True, False]
     return [result.tokens for result in (*greedy, *drawn)]
 
 
