@@ -46,6 +46,19 @@ def section(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found
 
 
+TIED = "tie_word_embeddings"
+
+
+def text_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The text model's fields: those of the section `text_config`, and where it is silent those beside it.
+
+    Whether the embedding is tied is said by the wrapper, where it says so: it is what ties in transformers, whose
+    text models inside of wrappers have no head. Raises `ConfigError` for anything but a section.
+    """
+    fields = {**given, **section(given, "text_config")}
+    return fields if given.get(TIED) is None else {**fields, TIED: given[TIED]}
+
+
 def layer_count(given: Mapping[str, Any]) -> int | None:
     """How many layers a config says there are; `None` for what is no integer, which `read` complains of.
 

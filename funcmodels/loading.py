@@ -53,9 +53,11 @@ def load(
     if mesh is not None:
         model = model.sharded(mesh if isinstance(mesh, Ranks) else ranks_of(mesh))
     spec, names = model.whole_spec(), model.family.names
-    return model, checkpoints.load(
+    params = checkpoints.load(
         directory, spec, names, dtype=dtype, device=device, tensors=tensors, tables=tables, ranks=model.ranks
     )
+    unread = checkpoints.Unread.of(directory, tensors, names, [path for path, _ in checkpoints.items(spec)])
+    return replace(model, unread=unread), params
 
 
 def without_weights(

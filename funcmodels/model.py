@@ -125,14 +125,16 @@ FAMILIES: dict[str, Family] = {
 class Model:
     """A family and a config. Holds no tensors: parameters and state are passed in.
 
-    `tokenizer` is that of the checkpoint it was loaded from, if it was. With `ranks` it is one rank's part of a model
-    that several share: parameters and states are the rank's own, logits and hidden states the whole's.
+    `tokenizer` is that of the checkpoint it was loaded from, if it was, and `unread` what of it no model here reads.
+    With `ranks` it is one rank's part of a model that several share: parameters and states are the rank's own, logits
+    and hidden states the whole's.
     """
 
     family: Family
     config: Any
     config_json: Mapping[str, Any]
     tokenizer: Tokenizer | None = None
+    unread: checkpoints.Unread | None = None
     ranks: Ranks | None = None
 
     def __repr__(self) -> str:

@@ -2,7 +2,7 @@
 
     headers = params.tensor_names(directory)                 # names, shapes, dtypes; no weights
     tree = params.load(directory, spec, names, dtype=torch.bfloat16)
-    params.save(tree, directory, spec, names, config)        # transformers loads it; no tokenizer
+    params.save(tree, directory, spec, names, config)        # transformers loads it; no tokenizer, no vision tower
     tree = params.init(spec, seed=0)
     small = params.quantize(tree, "W8A8_DYNAMIC")            # saved as ModelSlim writes it
 
@@ -38,6 +38,7 @@ from params.tree import (
     to,
     unchecked,
 )
+from params.unread import Unread
 
 __all__ = [
     "CheckpointError",
@@ -47,6 +48,7 @@ __all__ = [
     "Ranks",
     "StoredTensor",
     "TensorSpec",
+    "Unread",
     "at",
     "dequantize",
     "describe",

@@ -21,6 +21,12 @@ CONFIG_LIMIT = 16 * 2**20
 INDEX_LIMIT = 256 * 2**20
 """Bytes an index may have; a quarter of a million expert tensors take about 40 MB."""
 
+FLOAT_STEM, QUANTIZED_STEM = "model", "quant_model_weights"
+"""How files of weights are called, ModelSlim's and all others."""
+SINGLE, INDEX = f"{FLOAT_STEM}.safetensors", f"{FLOAT_STEM}.safetensors.index.json"
+NAMED = "transformers_weights"
+"""The field of a config that names the file or the index of its weights."""
+
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 """What is fetched from the hub: configuration, weights, tokenizer. Never pickled weights, never code."""
 
@@ -109,13 +115,30 @@ def read_object(path: Path, limit: int, kind: type[ValueError]) -> dict[str, Any
 def tensor_names(directory: str | Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint under its own name, from the files' headers alone.
 
-    With a `*.safetensors.index.json` the files it names count and no others; without one, all `*.safetensors` of the
-    directory do. `CheckpointError` for a broken index or header, an index that leaves out a tensor of its files or has
-    one that they lack, missing files, and names that stand in two files.
+    The files that count are chosen as transformers does (`_get_resolved_checkpoint_files` in its modeling_utils.py):
+    the file or index that `config.json` names as `transformers_weights`; `model.safetensors` alone, whatever index and
+    shards lie beside it, unless its index names it too; a `*.safetensors.index.json`; all `*.safetensors` there are. An
+    index assigns each tensor to one file, and copies of it in others are passed over.
+
+    `CheckpointError` for a broken index or header, an index that leaves out a tensor of its files or has one that they
+    lack, missing files, and without an index for names that stand in two files.
     """
     directory = Path(directory)
-    index = _read_index(directory)
-    files = sorted(set(index.values())) if index is not None else _loose_files(directory)
+    named = _named_weights(directory)
+    index = _read_index(directory, named)
+    if index is None:
+        return _joined(directory, _loose_files(directory) if named is None else [named])
+    missing = sorted({file for file in index.values() if not (directory / file).is_file()})
+    if missing:
+        raise CheckpointError(
+            f"{directory}: the index names files that are not there: {listed(missing)}; finish the download"
+        )
+    headers = {file: read_header(directory / file) for file in sorted(set(index.values()))}
+    _check_index(directory, index, headers)
+    return {name: headers[file][name] for name, file in index.items()}
+
+
+def _joined(directory: Path, files: Iterable[str]) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for file in files:
         header = read_header(directory / file)
@@ -123,8 +146,6 @@ def tensor_names(directory: str | Path) -> dict[str, StoredTensor]:
         if twice:
             raise CheckpointError(f"{directory}: tensors that stand in two files: {listed(twice)}; remove one")
         found |= header
-    if index is not None:
-        _check_index(directory, index, found)
     return found
 
 
@@ -133,22 +154,40 @@ def _visible(directory: Path, pattern: str) -> list[str]:
     return sorted(path.name for path in directory.glob(pattern) if not path.name.startswith("."))
 
 
-def _read_index(directory: Path) -> dict[str, str] | None:
+def _named_weights(directory: Path) -> str | None:
+    """What `config.json`, if there is one, names as the file or the index of the weights."""
+    config = read_config(directory) if (directory / "config.json").is_file() else {}
+    named = config.get(NAMED)
+    if named is not None and not _plain_file(str(named).removesuffix(".index.json")):
+        raise ConfigError(
+            f"{directory}: {NAMED} may only name safetensors files beside it or an index of such, not {named!r}"
+        )
+    return named
+
+
+def _read_index(directory: Path, named: str | None) -> dict[str, str] | None:
+    """From tensor to file; `None` where no index counts."""
+    if named is not None:
+        return _weight_map(directory / named) if named.endswith(".index.json") else None
+    if (directory / SINGLE).is_file():
+        try:
+            found = _weight_map(directory / INDEX) if (directory / INDEX).is_file() else {}
+        except CheckpointError:
+            return None  # a leftover, which nothing else looks at either
+        return found if SINGLE in found.values() else None
     indices = _visible(directory, "*.safetensors.index.json")
     if len(indices) > 1:
         raise CheckpointError(f"{directory} has {len(indices)} indices: {listed(indices)}; keep the one that counts")
-    if not indices:
-        return None
-    path = directory / indices[0]
+    return _weight_map(directory / indices[0]) if indices else None
+
+
+def _weight_map(path: Path) -> dict[str, str]:
     weight_map = read_object(path, INDEX_LIMIT, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map from tensor to file")
     wrong = [repr(file) for file in weight_map.values() if not _plain_file(file)]
     if wrong:
         raise CheckpointError(f"{path}: a weight_map may only name safetensors files beside it, not {listed(wrong)}")
-    missing = sorted({file for file in weight_map.values() if not (directory / file).is_file()})
-    if missing:
-        raise CheckpointError(f"{path} names files that are not there: {listed(missing)}; finish the download")
     return weight_map
 
 
@@ -158,6 +197,14 @@ def _plain_file(file: object) -> bool:
 
 
 def _loose_files(directory: Path) -> list[str]:
+    if (directory / SINGLE).is_file():
+        others = _visible(directory, f"{QUANTIZED_STEM}*.safetensors")
+        if others:
+            raise CheckpointError(
+                f"{directory} has a model's weights twice: {SINGLE} and, quantised, {listed(others)}; keep those that "
+                "count"
+            )
+        return [SINGLE]
     files = _visible(directory, "*.safetensors")
     if files:
         return files
@@ -170,17 +217,16 @@ def _loose_files(directory: Path) -> list[str]:
     raise CheckpointError(f"{directory} has no *.safetensors file")
 
 
-def _check_index(directory: Path, index: dict[str, str], found: dict[str, StoredTensor]) -> None:
-    wrong = [f"{name} (not in {file})" for name, file in index.items() if _home(found, name) != file]
+def _check_index(directory: Path, index: dict[str, str], headers: dict[str, dict[str, StoredTensor]]) -> None:
+    wrong = [f"{name} (not in {file})" for name, file in index.items() if name not in headers[file]]
     wrong += [
-        f"{name} (in {stored.file.name}, not in the index)" for name, stored in found.items() if name not in index
+        f"{name} (in {file}, not in the index)"
+        for file, header in headers.items()
+        for name in header
+        if name not in index
     ]
     if wrong:
         raise CheckpointError(f"{directory}: the index and the files disagree: {listed(wrong)}; download them again")
-
-
-def _home(found: dict[str, StoredTensor], name: str) -> str | None:
-    return found[name].file.name if name in found else None
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:

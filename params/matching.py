@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -109,13 +109,15 @@ def match(spec: Any, names: Names, tensors: Mapping[str, Shaped], dtype: torch.d
     placements: list[Placement] = []
     missing: list[Problem] = []
     layouts = {path: closest(names.layouts(path, leaf, leaves), present) for path, leaf in leaves.items()}
+    present = _either_of_tied(names, present, {part.name for layout in layouts.values() for part in layout})
     for path, layout in layouts.items():
         for part in layout:
             if part.name in present:
                 own = present[part.name]
                 placements.append(Placement(own, path, part.fitted(tuple(tensors[own].shape))))
             else:
-                missing.append(Problem("missing", part.name, f"{part.name}, for {path}", path, part))
+                text = f"{part.name}, for {path}{_UNTIED if part.name in names.tied else ''}"
+                missing.append(Problem("missing", part.name, text, path, part))
     used = {placement.name for placement in placements}
     left = {plain: own for plain, own in present.items() if own not in used}
     repeats = _repeats(names, left, placements)
@@ -148,6 +150,18 @@ def by_rule_name(names: Names, tensors: Mapping[str, Shaped]) -> tuple[dict[str,
     return present, problems
 
 
+_UNTIED = "; where it is to repeat the embedding, set tie_word_embeddings to true"
+
+
+def _either_of_tied(names: Names, present: Mapping[str, str], wanted: Collection[str]) -> dict[str, str]:
+    """Where of two tied tensors only the repetition is stored it stands for the other, as transformers ties them."""
+    found = dict(present)
+    for repetition, name in names.tied.items():
+        if repetition not in wanted and name in wanted and name not in found and repetition in found:
+            found[name] = found.pop(repetition)
+    return found
+
+
 def closest(layouts: tuple[Layout, ...], present: Mapping[str, str]) -> Layout:
     """The layout of which the largest share is there, the first one when none is."""
     return max(layouts, key=lambda layout: sum(part.name in present for part in layout) / max(len(layout), 1))
@@ -155,9 +169,9 @@ def closest(layouts: tuple[Layout, ...], present: Mapping[str, str]) -> Layout:
 
 def _repeats(names: Names, left: Mapping[str, str], placements: list[Placement]) -> dict[str, str]:
     """Tied tensors that are stored all the same, each with the tensor it must repeat."""
-    sources = {placement.path: placement.name for placement in placements}
-    pairs = {plain: path for plain, path in names.tied.items() if plain in left and path in sources}
-    return {left[plain]: sources[path] for plain, path in pairs.items()}
+    sources = {placement.part.name: placement.name for placement in placements}
+    pairs = {plain: source for plain, source in names.tied.items() if plain in left and source in sources}
+    return {left[plain]: sources[source] for plain, source in pairs.items()}
 
 
 def _constants(spec: Any, names: Names, left: Mapping[str, str]) -> dict[str, Constant]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +17,25 @@ from torch import Tensor
 
 from params.checkpoint import to_checkpoint
 from params.errors import CheckpointError, ConfigError
-from params.files import listed
+from params.files import FLOAT_STEM, NAMED, QUANTIZED_STEM, StoredTensor, listed
 from params.names.rules import Names
-from params.quant.description import FILE, written
+from params.quant.description import FILE, FLOAT, written
 from params.quant.packed import SECTION, written_section
 from params.quant.stored import QuantizedNames, of_tree
+from params.reading import small
 from params.tree import items
+from params.unread import Unread
+
+Value = Tensor | StoredTensor
+"""What a name in a file to be written stands for: a value, or one that is read when the file is written."""
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", FILE)
 """What counts as weights of a model when a directory is not empty."""
 
 
-FLOAT_STEM, QUANTIZED_STEM = "model", "quant_model_weights"
-"""How the files of weights are called."""
-INDEX = f"{FLOAT_STEM}.safetensors.index.json"
-
-
 def save(
     tree: Any, path: str | Path, spec: Any, names: Names, config: dict[str, Any], *, max_shard_bytes: int = 5 * 10**9,
-    beside: Mapping[str, bytes] | None = None,
+    beside: Mapping[str, Path] | None = None, unread: Unread | None = None,
 ) -> Path:  # fmt: skip
     """Write a parameter tree as a Hugging Face checkpoint; returns the directory.
 
@@ -43,40 +45,44 @@ def save(
 
     `config.json` is `config` with the dtype that is saved. With a nested `text_config` the tensors get the wrapper's
     names, else the text-only class's. More than `max_shard_bytes` becomes several files and an index. `beside` are
-    further files of the directory, such as a tokenizer's: `funcmodels.save` brings those along.
+    further files of the directory, such as a tokenizer's, by name there, and `unread` are tensors that are copied from
+    their files to this checkpoint's, a file at a time: `funcmodels.save` brings both along.
 
     A directory with other weights is refused: only files of the very names that are written are replaced. Everything
     is written under hidden temporary names first, then renamed: a link there is replaced, not followed. Raises
-    `CheckpointError`, before anything is written, for what is refused and for tensors without values.
+    `CheckpointError`, before anything is written, for what is refused, for tensors without values and for `unread` ones
+    whose files are no longer the same.
     """
+    carried = Unread(Path(path), {}, {}) if unread is None else unread
+    carried.check()
     tensors = to_checkpoint(tree, spec, names)
     _refuse_meta(tensors)
     spec, names = of_tree(tree, spec, names)
-    words = names.words(tensors) if isinstance(names, QuantizedNames) else None
     dtype, tied = _model_dtype(tree, spec), _tied(names, tensors)
-    if isinstance(config.get("text_config"), dict):
-        tensors = {names.wrapped(name): tensor for name, tensor in tensors.items()}
-        words = None if words is None else {names.wrapped(name): word for name, word in words.items()}
-    section = None
-    if words is not None and isinstance(names, QuantizedNames) and names.is_packed:
-        section, words = written_section(tensors), None
-    settings = _settings(config, dtype, tied, section)
-    stem = FLOAT_STEM if words is None else QUANTIZED_STEM
-    shards = _shards(tensors, max_shard_bytes, stem)
+    words = names.words(tensors) if isinstance(names, QuantizedNames) else dict.fromkeys(tensors, FLOAT)
+    spelled = names.wrapped if isinstance(config.get("text_config"), dict) else str
+    content = {spelled(name): tensor for name, tensor in tensors.items()} | carried.tensors
+    words = {spelled(name): word for name, word in words.items()} | carried.words()
+    packed = isinstance(names, QuantizedNames) and names.is_packed
+    described = not packed and (isinstance(names, QuantizedNames) or set(words.values()) > {FLOAT})
+    settings = _settings(config, dtype, tied, written_section(content) if packed else None)
+    stem = QUANTIZED_STEM if described else FLOAT_STEM
+    shards = _shards(content, max_shard_bytes, stem)
     directory = Path(path)
     writers = {file: _weights(shard) for file, shard in shards.items()}
     if len(shards) > 1:
         writers[f"{stem}.safetensors.index.json"] = _text(_index(shards))
-    if words is not None:
+    if described:
         writers[FILE] = _text(written(words))
     weights = set(writers)
-    writers |= {name: _bytes(content) for name, content in (beside or {}).items()}
+    writers |= {name: partial(shutil.copyfile, source) for name, source in (beside or {}).items()}
     writers["config.json"] = _text(settings)
     try:
         _refuse_others(directory, weights)
         _refuse_directories(directory, writers)
         directory.mkdir(parents=True, exist_ok=True)
-        _write(directory, writers)
+        _write(directory, writers, carried.check)
+        carried.saved_to(directory)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{directory} cannot be written: {error}") from error
     return directory
@@ -93,7 +99,8 @@ def _tied(names: Names, tensors: dict[str, Tensor]) -> bool | None:
     return all(name not in tensors for name in names.tied) if names.tied else None
 
 
-_REPLACED = ("torch_dtype", "quantization_config")
+_TIED = "tie_word_embeddings"
+_REPLACED = ("torch_dtype", "quantization_config", NAMED)
 """What a config says of weights that are not the ones beside it."""
 
 
@@ -109,24 +116,25 @@ def _settings(
     if quantization is not None:
         (settings["text_config"] if isinstance(text, dict) else settings)[SECTION] = quantization
     if tied is not None:
-        said = config.get("tie_word_embeddings", (text or {}).get("tie_word_embeddings", tied))
+        inner = text if isinstance(text, dict) else {}
+        said = next((found[_TIED] for found in (config, inner) if found.get(_TIED) is not None), tied)
         if said != tied:
-            raise ConfigError(
-                f"config says tie_word_embeddings={said}, the tree has {'no' if tied else 'a'} head of its own"
-            )
-        settings["tie_word_embeddings"] = tied
+            raise ConfigError(f"config says {_TIED}={said}, the tree has {'no' if tied else 'a'} head of its own")
+        settings[_TIED] = tied
+        if inner:
+            settings["text_config"][_TIED] = tied  # the text-only class looks there, the wrapper's at the top
     try:
         return json.dumps(settings, indent=2, sort_keys=True) + "\n"
     except TypeError as error:
         raise ConfigError(f"config is not plain JSON data: {error}") from error
 
 
-def _shards(tensors: dict[str, Tensor], limit: int, stem: str) -> dict[str, dict[str, Tensor]]:
+def _shards(tensors: Mapping[str, Value], limit: int, stem: str) -> dict[str, dict[str, Value]]:
     """File name to its tensors, filled in order; a tensor above the limit gets a file of its own."""
-    groups: list[dict[str, Tensor]] = [{}]
+    groups: list[dict[str, Value]] = [{}]
     room = limit
     for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.nbytes
         if size > room and groups[-1]:
             groups.append({})
             room = limit
@@ -137,8 +145,8 @@ def _shards(tensors: dict[str, Tensor], limit: int, stem: str) -> dict[str, dict
     return {f"{stem}-{number:05}-of-{len(groups):05}.safetensors": group for number, group in enumerate(groups, 1)}
 
 
-def _index(shards: dict[str, dict[str, Tensor]]) -> str:
-    total = sum(tensor.numel() * tensor.element_size() for group in shards.values() for tensor in group.values())
+def _index(shards: dict[str, dict[str, Value]]) -> str:
+    total = sum(tensor.nbytes for group in shards.values() for tensor in group.values())
     places = {name: file for file, group in shards.items() for name in group}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2, sort_keys=True) + "\n"
 
@@ -172,12 +180,12 @@ def _refuse_others(directory: Path, ours: set[str]) -> None:
         )
 
 
-def _weights(shard: dict[str, Tensor]) -> Callable[[Path], None]:
+def _weights(shard: dict[str, Value]) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         values: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, tensor in shard.items():
-            value = tensor.detach().cpu().contiguous()
+            value = small(tensor) if isinstance(tensor, StoredTensor) else tensor.detach().cpu().contiguous()
             # the format refuses two names for one piece of memory; parts of a merged leaf are different pieces
             values[name] = value.clone() if value.data_ptr() in seen else value
             seen.add(value.data_ptr())
@@ -200,14 +208,17 @@ def _bytes(content: bytes) -> Callable[[Path], None]:
     return write
 
 
-def _write(directory: Path, writers: dict[str, Callable[[Path], None]]) -> None:
-    """Write all files under hidden names, then rename them; on failure nothing visible has changed."""
-    hidden = {directory / f".{name}.{os.getpid()}.part": directory / name for name in writers}
+def _write(directory: Path, writers: Mapping[str, Callable[[Path], object]], check: Callable[[], None]) -> None:
+    """Write all files under hidden names, `check`, then rename them; on failure nothing visible has changed."""
+    finals = {name: directory / name for name in writers}
+    hidden = {name: final.with_name(f".{final.name}.{os.getpid()}.part") for name, final in finals.items()}
     try:
-        for temporary, final in hidden.items():
-            writers[final.name](temporary)
-        for temporary, final in hidden.items():
-            temporary.replace(final)
+        for name, temporary in hidden.items():
+            temporary.parent.mkdir(exist_ok=True)
+            writers[name](temporary)
+        check()
+        for name, temporary in hidden.items():
+            temporary.replace(finals[name])
     finally:
-        for temporary in hidden:
+        for temporary in hidden.values():
             temporary.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from typing import Any
 from lowering.ops.mlp import Caps
 
 from .. import config as configs
-from .kimi_linear_config import KimiLinearConfig, read_fields, untied
+from .kimi_linear_config import KimiLinearConfig, read_fields
 
 DELTA_NORM_EPS = 1e-5
 """What is added in the gated norm of the delta attention, whatever `rms_norm_eps` says."""
@@ -45,9 +45,9 @@ class KimiK3Config(KimiLinearConfig):
 
 def read_config(given: Mapping[str, Any]) -> KimiK3Config:
     """The config of a `config.json`, whole or the text model's section. Raises `ConfigError` that names the fields."""
-    # A reader of the whole ties by what the wrapper says.
-    configs.require(untied(given))
-    return read_fields(KimiK3Config, configs.section(given, "text_config") or given, ("q_lora_rank",), _rules)
+    text = configs.section(given, "text_config") or given
+    tied = {configs.TIED: configs.text_fields(given).get(configs.TIED)}
+    return read_fields(KimiK3Config, {**text, **tied}, ("q_lora_rank",), _rules)
 
 
 def is_kimi_k3(given: Mapping[str, Any]) -> bool:

@@ -204,17 +204,11 @@ def _expert_rules(config: KimiLinearConfig, given: Mapping[str, Any]) -> Iterato
 
 def _other_model_rules(given: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
     """What would be another model."""
-    yield untied(given)
+    tied = given.get(configs.TIED)
+    yield tied in (None, False), f"{configs.TIED} {tied!r} is not supported: the head has a weight of its own"
     rotated = given.get("mla_use_nope")
     sentence = f"mla_use_nope {rotated!r} is not supported: latent attention has no rotation here"
     yield rotated in (None, True), sentence
-
-
-def untied(given: Mapping[str, Any]) -> tuple[bool, str]:
-    """That the head is not the embedding, and the sentence for a config that says it is."""
-    tied = given.get("tie_word_embeddings")
-    sentence = f"tie_word_embeddings {tied!r} is not supported: the head has a weight of its own"
-    return tied in (None, False), sentence
 
 
 def _own_rules(config: KimiLinearConfig, given: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:

@@ -53,7 +53,7 @@ class Qwen35Config:
 
 def read_config(given: Mapping[str, Any]) -> Qwen35Config:
     """The text model's config, from a text or a vision-language `config.json`. Raises `ConfigError`."""
-    text = {**given, **configs.section(given, "text_config")}
+    text = configs.text_fields(given)
     rope = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": list(MROPE_SECTION)}
     rope |= {name: text[name] for name in rope if text.get(name) is not None}
     rope |= next(iter(rope_sections(text).values()), {})

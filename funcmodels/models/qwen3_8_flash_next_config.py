@@ -102,7 +102,7 @@ class FlashNextConfig:
 
 def read_config(given: Mapping[str, Any]) -> FlashNextConfig:
     """The text model's config, from a text or a vision-language `config.json`. Raises `ConfigError`."""
-    text = {**given, **configs.section(given, "text_config")}
+    text = configs.text_fields(given)
     rope: dict[str, Any] = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
     rope |= {name: text[name] for name in rope if text.get(name) is not None}
     rope |= next(iter(rope_sections(text).values()), {})

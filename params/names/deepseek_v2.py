@@ -7,7 +7,7 @@ head's key, then its value.
 
 from __future__ import annotations
 
-from params.names.rules import Beside, Experts, Ignore, Names, Plain, Rows
+from params.names.rules import Beside, Experts, Ignore, Names, Plain, Rows, of_base_class
 
 _LAYER = "model.layers.{i}"
 _ATTN, _MLP = f"{_LAYER}.self_attn", f"{_LAYER}.mlp"
@@ -44,6 +44,7 @@ NAMES = Names(
         "layers.{i}.mlp.shared.gate_up.weight": Rows((f"{_SHARED}.gate_proj.weight", f"{_SHARED}.up_proj.weight")),
         "layers.{i}.mlp.shared.down.weight": Plain(f"{_SHARED}.down_proj.weight"),
     },
+    prefixes=of_base_class(),
     ignore=(Ignore("**.rotary_emb.inv_freq", "rotary frequencies, computed from the config"),),
-    tied={"lm_head.weight": "embed.weight"},
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from params.names.rules import INSIDE_A_WRAPPER, Ignore, Names, Plain, Rows, Rule
+from params.names.rules import INSIDE_A_WRAPPER, Ignore, Names, Plain, Rows, Rule, of_base_class
 
 
 def _layer(tree: str, file: str) -> dict[str, Rule]:
@@ -33,7 +33,7 @@ NAMES = Names(
         "head.weight": Plain("lm_head.weight"),
         **_layer("layers.{i}", "model.layers.{i}"),
     },
-    prefixes=INSIDE_A_WRAPPER,
+    prefixes=(*INSIDE_A_WRAPPER, *of_base_class()),
     ignore=(
         Ignore("model.vision_tower.**", "vision tower, this model reads text"),
         Ignore("vision_tower.**", "vision tower, this model reads text"),
@@ -41,6 +41,6 @@ NAMES = Names(
         Ignore("multi_modal_projector.**", "vision tower, this model reads text"),
         Ignore("**.rotary_emb.inv_freq", "rotary frequencies, computed from the config"),
     ),
-    tied={"lm_head.weight": "embed.weight"},
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
     nested="model.language_model.",
 )

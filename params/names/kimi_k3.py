@@ -22,6 +22,7 @@ from params.names.rules import (
     Plain,
     Rows,
     Rule,
+    of_base_class,
 )
 from params.spec import TensorSpec
 
@@ -118,7 +119,7 @@ NAMES = Names(
         ),
         "layers.{i}.mlp.shared.down.weight": _sparse("shared_experts.down_proj.weight"),
     },
-    prefixes=INSIDE_A_WRAPPER,
+    prefixes=(*INSIDE_A_WRAPPER, *of_base_class("output_attn_res_norm", "output_attn_res_proj")),
     ignore=(
         *(
             Ignore(f"{part}.**", "vision tower and its projector, this model reads text")

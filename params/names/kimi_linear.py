@@ -23,6 +23,7 @@ from params.names.rules import (
     Rows,
     Rule,
     Squeeze,
+    of_base_class,
 )
 from params.spec import TensorSpec
 
@@ -108,5 +109,6 @@ NAMES = Names(
             *(Plain(f"{root}.shared_experts.down_proj.weight") for root in (_SPARSE, _DENSE))
         ),
     },
+    prefixes=of_base_class(),
     ignore=(Ignore("**.rotary_emb.inv_freq", "rotary frequencies, which nothing reads"),),
 )

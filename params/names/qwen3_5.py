@@ -6,7 +6,18 @@ value heads in this order.
 
 from __future__ import annotations
 
-from params.names.rules import INSIDE_A_WRAPPER, Beside, Experts, Ignore, Names, Plain, Rows, Rule, Squeeze
+from params.names.rules import (
+    INSIDE_A_WRAPPER,
+    Beside,
+    Experts,
+    Ignore,
+    Names,
+    Plain,
+    Rows,
+    Rule,
+    Squeeze,
+    of_base_class,
+)
 
 
 def _layer(tree: str, file: str) -> dict[str, Rule | Beside]:
@@ -53,13 +64,13 @@ NAMES = Names(
         "mtp.norm.weight": Plain("mtp.norm.weight"),
         **_layer("mtp.layers.{i}", "mtp.layers.{i}"),
     },
-    prefixes=INSIDE_A_WRAPPER,
+    prefixes=(*INSIDE_A_WRAPPER, *of_base_class()),
     ignore=(
         Ignore("model.visual.**", "vision tower, this model reads text"),
         Ignore("visual.**", "vision tower, this model reads text"),
         Ignore("mtp.**", "draft head, not asked for", unless="mtp"),
         Ignore("**.rotary_emb.inv_freq", "rotary frequencies, computed from the config"),
     ),
-    tied={"lm_head.weight": "embed.weight"},
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
     nested="model.language_model.",
 )

@@ -6,7 +6,19 @@ value heads in this order, `index_qk_proj` the index query heads, then the index
 
 from __future__ import annotations
 
-from params.names.rules import INSIDE_A_WRAPPER, Beside, Experts, Ignore, Names, Plain, Rows, Rule, Shards, Squeeze
+from params.names.rules import (
+    INSIDE_A_WRAPPER,
+    Beside,
+    Experts,
+    Ignore,
+    Names,
+    Plain,
+    Rows,
+    Rule,
+    Shards,
+    Squeeze,
+    of_base_class,
+)
 
 
 def _connection(tree: str, file: str, inject: bool) -> dict[str, Rule | Beside]:
@@ -86,7 +98,7 @@ NAMES = Names(
         "layers.{i}.ngrams.offsets": f"{_HASH}.ngram_heads_offsets",
         "layers.{i}.ngrams.table_scale": f"{_HASH}.ngram_embedding.weight_scale",
     },
-    prefixes=INSIDE_A_WRAPPER,
+    prefixes=(*INSIDE_A_WRAPPER, *of_base_class("hyper_connection_mixer")),
     ignore=(
         Ignore("model.visual.**", "vision tower, this model reads text"),
         Ignore("visual.**", "vision tower, this model reads text"),
@@ -95,6 +107,6 @@ NAMES = Names(
         Ignore("**.hashstats_*", "counts of hash collisions, which nothing reads"),
         Ignore("**.token_lookup*", "map of tokens, which nothing reads"),
     ),
-    tied={"lm_head.weight": "embed.weight"},
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
     nested="model.language_model.",
 )

@@ -7,10 +7,11 @@ same answer, so what is saved is what loads.
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -229,15 +230,14 @@ class Ignore:
 
     def matches(self, name: str) -> bool:
         """Whether the whole name fits the pattern."""
-        return _fits(self.pattern.split("."), name.split("."))
+        return _compiled(self.pattern).fullmatch(f"{name}.") is not None
 
 
-def _fits(pattern: list[str], words: list[str]) -> bool:
-    if not pattern or not words:
-        return all(word == "**" for word in pattern) and not words
-    if pattern[0] == "**":
-        return _fits(pattern[1:], words) or _fits(pattern, words[1:])
-    return fnmatchcase(words[0], pattern[0]) and _fits(pattern[1:], words[1:])
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """A pattern of components as one of text in which a dot follows each."""
+    words = (re.escape(word).replace(r"\*", "[^.]*") + r"\." for word in pattern.split("."))
+    return re.compile("".join(r"(?:[^.]*\.)*" if word == r"[^.]*[^.]*\." else word for word in words))
 
 
 INSIDE_A_WRAPPER = (
@@ -249,14 +249,19 @@ INSIDE_A_WRAPPER = (
 """How names begin where a text model is part of one that sees images too, and how they begin in the text model."""
 
 
+def of_base_class(*parts: str) -> tuple[tuple[str, str], ...]:
+    """How names begin where the model was saved without its head, as `AutoModel` does: its `parts` are at the top."""
+    return tuple((f"{part}.", f"model.{part}.") for part in ("embed_tokens", "layers", "norm", *parts))
+
+
 @dataclass(frozen=True)
 class Names:
     """A family's spelling of its parameters.
 
     `rules`: leaf path, `{i}` for the layer number, to rule. `constants`: the same for numbers that the config fixes, to
-    checkpoint name. `prefixes`: (what wrappers write, what the rules say),
-    the first that fits is applied. `tied`: checkpoint tensor that may be left out, or must repeat the named leaf
-    exactly, when the tree has no leaf for it. `nested` and `nested_head`: what `model.` and `lm_head.` become when
+    checkpoint name. `prefixes`: (what wrappers and base classes write, what the rules say), the first that fits is
+    applied. `tied`: checkpoint tensor to another: when the tree has no leaf for the first, either may be left out, or
+    the first must repeat the second exactly. `nested` and `nested_head`: what `model.` and `lm_head.` become when
     saving beside a config whose text part is nested.
     """
 
@@ -308,7 +313,8 @@ class Names:
     def ignored(self, name: str, paths: Collection[str]) -> str | None:
         """Why a tensor nobody asked for may be passed over, or `None`: then it is an error."""
         for entry in self.ignore:
-            wanted = entry.unless is not None and any(path.startswith(entry.unless + ".") for path in paths)
-            if not wanted and entry.matches(name):
+            if entry.matches(name) and not (
+                entry.unless is not None and any(path.startswith(f"{entry.unless}.") for path in paths)
+            ):
                 return entry.why
         return None

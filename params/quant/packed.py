@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from params.files import listed, read_config
+from params.files import StoredTensor, listed, read_config
 from params.quant.description import FLOAT, Description
 from params.quant.values import MX_BLOCK, MXFP4Weight
 
@@ -52,9 +52,9 @@ def is_packed(config: Mapping[str, Any]) -> bool:
     return isinstance(found, Mapping) and _FORMAT in _formats(found)
 
 
-def written_section(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def written_section(tensors: Mapping[str, Tensor | StoredTensor]) -> dict[str, Any]:
     """The section for a checkpoint of these tensors: of its modules, those with a plain matrix are left out."""
-    matrices = [name for name, tensor in tensors.items() if name.endswith(".weight") and tensor.ndim == 2]
+    matrices = [name for name, tensor in tensors.items() if name.endswith(".weight") and len(tensor.shape) == 2]
     plain = sorted(name.removesuffix(".weight") for name in matrices)
     group = {
         "format": _FORMAT, "targets": ["Linear"], "weights": {**_WEIGHTS, **_WEIGHTS_OR_ABSENT},

@@ -284,7 +284,7 @@ def _float_problems(
     """Tensors that cannot be quantised and are: tables, norms, convolutions, a head that repeats the embedding."""
     others = {part.name: path for path, layout in layouts.items() if path not in projected for part in layout}
     weights = {part.name for path in projected for part in layouts[path]}
-    others |= {name: f"tied to {path}" for name, path in names.tied.items() if name not in weights}
+    others |= {name: f"tied to {source}" for name, source in names.tied.items() if name not in weights}
     words = {name: checkpoint.words.get(name, FLOAT) for name in others}
     return [
         Problem(KIND, name, f"{name} ({others[name]}) is {word}; only projections can be quantised, this must be FLOAT")

@@ -67,11 +67,13 @@ def test_the_published_model() -> None:
 def test_whole_and_in_part_it_is_the_same_model() -> None:
     """The text part may stand alone, under its own name or the whole's, its fields in the section or beside it."""
     config = fm.build(PUBLISHED).config
+    tied = {"text_config": TEXT | {"tie_word_embeddings": True}, "tie_word_embeddings": False}
     section = {name: value for name, value in TEXT["linear_attn_config"].items() if name != "gate_lower_bound"}
     for alone in (
         TEXT,
         TEXT | {"model_type": "kimi_k3"},
         TEXT | {"linear_attn_config": section, "gate_lower_bound": -5},
+        PUBLISHED | tied,  # which the whole has the say on
     ):
         model = fm.build(alone)
         assert model.config == config and model.family.names.family == "kimi_k3"

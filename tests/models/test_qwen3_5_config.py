@@ -152,6 +152,13 @@ def test_a_text_section_stands_above_what_is_beside_it(kind: str) -> None:
     assert fm.build(outer).config == fm.build(text).config
 
 
+@pytest.mark.parametrize(("said", "tied"), [(False, False), (None, True)])
+def test_a_wrapper_says_whether_the_head_is_tied(said: bool | None, tied: bool) -> None:
+    """The text section only where the wrapper is silent."""
+    outer = {"model_type": "qwen3_5", "tie_word_embeddings": said, "text_config": config(tie_word_embeddings=True)}
+    assert fm.build(outer).config.tie_word_embeddings == tied
+
+
 def test_defaults_of_rotary_and_layer_kinds() -> None:
     read = fm.build(config(rope_parameters=..., layer_types=..., head_dim=16, num_hidden_layers=8)).config
     assert (read.rope_theta, read.rotary_dim, read.mrope_section) == (10000.0, 4, (11, 11, 10))

@@ -201,13 +201,66 @@ def test_two_indices(two_files: Path) -> None:
         params.tensor_names(two_files)
 
 
-@pytest.mark.parametrize("indexed", [True, False])
-def test_a_tensor_in_two_files(two_files: Path, indexed: bool) -> None:
-    """A doubled tensor is refused with and without an index."""
-    save_file({"a": torch.ones(2), "b": torch.ones(2)}, two_files / "two.safetensors")
-    if not indexed:
+@pytest.mark.parametrize(("stale", "file"), [("b", "one"), ("a", "two")])
+def test_a_tensor_in_two_files(two_files: Path, stale: str, file: str) -> None:
+    """The index says which of two counts, the earlier or the later one; without an index there is no telling."""
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, two_files / f"{file}.safetensors")
+    found = params.tensor_names(two_files)
+    assert {name: home.file.name for name, home in found.items()} == {"a": "one.safetensors", "b": "two.safetensors"}
+    (two_files / "model.safetensors.index.json").unlink()
+    with pytest.raises(params.CheckpointError, match=rf"two files: {stale} \(in one.safetensors and two.safetensors\)"):
+        params.tensor_names(two_files)
+
+
+@pytest.mark.parametrize(
+    "left", ["index and shards", "index", "broken index", "shards", "another index", "named by its index"]
+)
+def test_one_file_beside_an_older_index(two_files: Path, left: str) -> None:
+    """`model.safetensors` counts alone, as in transformers, unless its own index names it beside others."""
+    save_file({"a": torch.zeros(3)}, two_files / "model.safetensors")
+    if left == "index":
+        (two_files / "one.safetensors").unlink()
+    if left == "broken index":
+        (two_files / "model.safetensors.index.json").write_text("{")
+    if left in ("shards", "another index"):
         (two_files / "model.safetensors.index.json").unlink()
-    with pytest.raises(params.CheckpointError, match=r"two files: a \(in one.safetensors and two.safetensors\)"):
+    if left == "another index":
+        index(two_files, {"a": "one.safetensors", "b": "two.safetensors"}, "consolidated")
+    if left == "named by its index":
+        index(two_files, {"a": "model.safetensors", "b": "two.safetensors"})
+    found = params.tensor_names(two_files)
+    assert found["a"].shape == (3,)
+    assert ("b" in found) == (left == "named by its index")
+
+
+@pytest.mark.parametrize(
+    ("named", "found"),
+    [
+        ("one.safetensors", {"a": "one.safetensors"}),
+        ("other.safetensors.index.json", {"b": "two.safetensors"}),
+        ("../one.safetensors", r"transformers_weights may only name safetensors files .*, not '../one.safetensors'"),
+        (["one.safetensors"], "transformers_weights may only name"),
+        ("gone.safetensors", "gone.safetensors is not a file"),
+        ("gone.safetensors.index.json", "gone.safetensors.index.json cannot be read"),
+    ],
+)
+def test_a_config_that_names_its_weights(two_files: Path, named: Any, found: Any) -> None:
+    """What it names comes before everything else, as in transformers."""
+    save_file({"a": torch.zeros(3)}, two_files / "model.safetensors")
+    index(two_files, {"b": "two.safetensors"}, "other")
+    (two_files / "config.json").write_text(json.dumps({"transformers_weights": named}))
+    if isinstance(found, dict):
+        assert {name: stored.file.name for name, stored in params.tensor_names(two_files).items()} == found
+    else:
+        with pytest.raises((params.CheckpointError, params.ConfigError), match=found):
+            params.tensor_names(two_files)
+
+
+def test_float_weights_beside_quantised_ones(two_files: Path) -> None:
+    """Which of the two a description is about is not guessed."""
+    for name in ("model", "quant_model_weights"):
+        save_file({"a": torch.zeros(3)}, two_files / f"{name}.safetensors")
+    with pytest.raises(params.CheckpointError, match=r"twice: model.safetensors and, quantised, quant_model_weights.s"):
         params.tensor_names(two_files)
 
 

@@ -212,7 +212,7 @@ def test_patterns_are_anchored(saved: Path, model: Any, spec_of: Any, name: str)
 
 
 def test_tied_head(oracle: Any, spec_of: Any, tmp_path: Path) -> None:
-    """A tied head may be absent or repeat the embedding bit for bit; another one is refused."""
+    """Of a tied head and the embedding either may be absent, or both the same bit for bit; another one is refused."""
     model = oracle("dense", tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
     tensors, spec = weights(tmp_path), spec_of(model.config)
@@ -222,6 +222,15 @@ def test_tied_head(oracle: Any, spec_of: Any, tmp_path: Path) -> None:
     embedding = tensors["model.embed_tokens.weight"]
     rewrite(tmp_path, {**tensors, "lm_head.weight": embedding})
     assert params.load(tmp_path, spec, NAMES, dtype=None) == tree
+    alone = {name: tensor for name, tensor in tensors.items() if tensor is not embedding} | {
+        "lm_head.weight": embedding
+    }
+    rewrite(tmp_path, alone)
+    assert params.load(tmp_path, spec, NAMES, dtype=None) == tree == params.from_checkpoint(alone, spec, NAMES)
+    assert torch.equal(type(model).from_pretrained(tmp_path).get_input_embeddings().weight, embedding)
+    assert {row.leaf for row in params.inspect(tmp_path, spec, NAMES).rows if row.name == "lm_head.weight"} == {
+        "embed.weight"
+    }
     other = embedding.clone()
     other.view(torch.int32)[-1, -1] ^= 1
     for head in (other, embedding.bfloat16(), embedding[:-1]):
@@ -237,7 +246,9 @@ def test_an_untied_head_must_be_there(saved: Path, model: Any, spec_of: Any) -> 
     tensors = weights(saved)
     del tensors["lm_head.weight"]
     rewrite(saved, tensors)
-    with pytest.raises(params.CheckpointError, match=r"missing \(1\):\n  lm_head.weight, for head.weight"):
+    with pytest.raises(
+        params.CheckpointError, match=r"missing \(1\):\n  lm_head.weight, for head.weight; where it is .* set tie_w"
+    ):
         params.load(saved, spec_of(model.config), NAMES)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import params
-from params import saving
+from params import files, saving
 from params.names.qwen3_5 import NAMES
 
 IDS = torch.arange(11)[None] * 7 % 96
@@ -41,7 +41,7 @@ def test_transformers_loads_what_is_saved(model: Any, spec_of: Any, tmp_path: Pa
     spec = spec_of(model.config)
     directory = save_model(model, spec, tmp_path / "new" / "here", max_shard_bytes=limit)
     count = len(list(directory.glob("*.safetensors")))
-    assert (count == 1) == (limit > 40_000) == (not (directory / saving.INDEX).exists())
+    assert (count == 1) == (limit > 40_000) == (not (directory / files.INDEX).exists())
     same_model(model, directory)
     again = params.load(directory, spec, NAMES, dtype=None)
     assert again == params.from_checkpoint(model.state_dict(), spec, NAMES)
@@ -61,15 +61,15 @@ def test_shards_are_full_but_not_too_full(model: Any, spec_of: Any, tmp_path: Pa
     for stored in found.values():
         shards.setdefault(stored.file.name, []).append(stored.nbytes)
     assert all(sum(sizes) <= 20_000 or len(sizes) == 1 for sizes in shards.values())
-    index = json.loads((directory / saving.INDEX).read_text())
+    index = json.loads((directory / files.INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(stored.nbytes for stored in found.values())
     assert index["weight_map"] == {name: stored.file.name for name, stored in found.items()}
 
 
 def test_bfloat16_and_tied(oracle: Any, spec_of: Any, tmp_path: Path) -> None:
-    """The config names the dtype that was saved; a tied head is not written."""
+    """The config names the dtype that was saved, and no file of other weights; a tied head is not written."""
     model = oracle("dense", dtype=torch.bfloat16, tie_word_embeddings=True)
-    model.config.dtype = torch.float32
+    model.config.dtype, model.config.transformers_weights = torch.float32, "elsewhere.safetensors"
     directory = save_model(model, spec_of(model.config), tmp_path)
     assert params.read_config(directory)["dtype"] == "bfloat16"
     assert "lm_head.weight" not in params.tensor_names(directory)
@@ -164,7 +164,7 @@ def test_configs_that_contradict_the_tree(oracle: Any, spec_of: Any, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "other", ["pytorch_model.bin", "model-00001-of-00002.safetensors", saving.INDEX, "quant_model_weights.safetensors"]
+    "other", ["pytorch_model.bin", "model-00001-of-00002.safetensors", files.INDEX, "quant_model_weights.safetensors"]
 )
 def test_other_weights_are_not_joined(model: Any, spec_of: Any, tmp_path: Path, other: str) -> None:
     """Weights that would be read together with the new ones are neither mixed with nor removed."""
@@ -226,7 +226,7 @@ def test_what_cannot_be_a_file_is_refused_first(model: Any, spec_of: Any, tmp_pa
     for name in ("config.json", "vocab.txt"):
         (tmp_path / "taken" / name).mkdir(parents=True)
         with pytest.raises(params.CheckpointError, match=f"{name} would be files and are directories there"):
-            save_model(model, spec, tmp_path / "taken", beside={"vocab.txt": b""})
+            save_model(model, spec, tmp_path / "taken", beside={"vocab.txt": tmp_path / "x"})
         assert [path.name for path in (tmp_path / "taken").iterdir()] == [name]
         (tmp_path / "taken" / name).rmdir()
     with pytest.raises(params.CheckpointError, match=r"cannot be written: .*Not a directory"):
