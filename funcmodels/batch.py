@@ -12,6 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lowering.host import HostInt, readable, symbolic
+from params.modes import lasting
 from params.tree import off_tree, static, tree, unchecked
 
 from .errors import StateError
@@ -51,6 +52,7 @@ class Batch:
         return self.uniform or bool(self.counts)
 
     @staticmethod
+    @lasting
     def from_lists(
         lists: Sequence[Sequence[int]],
         state: State | None = None,
@@ -70,6 +72,7 @@ class Batch:
         return Batch.from_tokens(flat, [len(ids) for ids in lists], state, device=device)
 
     @staticmethod
+    @lasting
     def from_tokens(
         tokens: Int[Tensor, " tokens"],
         counts: Sequence[int],

@@ -16,6 +16,7 @@ import params as checkpoints
 from lowering import host_side, ops
 from lowering.layouts import LAYOUTS
 from params.errors import ConfigError
+from params.modes import lasting
 from params.names import deepseek_v2 as deepseek_v2_names
 from params.names import gemma3 as gemma3_names
 from params.names import kimi_k3 as kimi_k3_names
@@ -178,6 +179,7 @@ class Model:
         made = checkpoints.init(whole, seed, dtype, device)
         return made if self.ranks is None else checkpoints.shard(made, whole, self.ranks)
 
+    @lasting
     def init_state(
         self,
         rows: int,
@@ -224,6 +226,7 @@ class Model:
         return layout
 
     @host_side(forward_on_host)
+    @lasting
     def forward(
         self,
         params: Any,

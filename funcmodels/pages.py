@@ -7,16 +7,31 @@ return to the pool.
 
 from __future__ import annotations
 
+import functools
 import heapq
+import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 from lowering.host import HostInt
 
 from .errors import OutOfPages
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _alone(method: F) -> F:
+    """A method of a pool that one thread at a time runs."""
+
+    @functools.wraps(method)
+    def run(self: PagePool, *args: Any) -> Any:
+        with self.lock:
+            return method(self, *args)
+
+    return cast(F, run)
 
 
 class PagePool:
@@ -30,6 +45,8 @@ class PagePool:
         self.owned = owned
         self._references = [0] * (pages + 1)
         self._free = list(range(1, pages + 1))
+        # One that its holder may take again: as garbage, a lease may end in the middle of any method.
+        self.lock = threading.RLock()
 
     def __getstate__(self) -> tuple[int, bool]:
         return self.pages, self.owned
@@ -47,6 +64,7 @@ class PagePool:
         """How many leases hold `page`."""
         return self._references[page]
 
+    @_alone
     def take(self, count: int) -> list[int]:
         """The `count` lowest free pages, now held once."""
         if count > len(self._free):
@@ -59,16 +77,19 @@ class PagePool:
             self._references[page] = 1
         return taken
 
+    @_alone
     def share(self, pages: Sequence[int]) -> None:
         """Hold each of `pages` once more."""
         for page in pages:
             self._references[page] += 1
 
+    @_alone
     def claim(self, pages: Sequence[int]) -> None:
         """Hold each of `pages` once more, free or not: for a lease that was copied together with its pool."""
         self.share(pages)
         self._free = sorted(page for page in self._free if not self._references[page])
 
+    @_alone
     def give_back(self, pages: Sequence[int]) -> None:
         """Hold each of `pages` once less; free those that nobody holds."""
         for page in pages:
@@ -153,9 +174,10 @@ class Lease:
 
     def end(self) -> None:
         """Return the pages. A second call does nothing."""
-        if not self.ended:
-            self.ended = True
-            self.pool.give_back(self.pages)
+        with self.pool.lock:
+            if not self.ended:
+                self.ended = True
+                self.pool.give_back(self.pages)
 
     def move(self) -> Lease:
         """End this lease and hand its pages to a new one."""

@@ -6,6 +6,7 @@ go when these go.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,6 +36,8 @@ from .state import State
 
 T = TypeVar("T")
 
+MOST_KEPT = 32
+"""Functions and drafts kept with a model or a draft: past it those go that were used the longest ago."""
 BUCKETS = tuple(4**power for power in range(2, 16))
 """Tokens that a batch of prompts is padded to. Far apart: each is a program to compile."""
 
@@ -167,6 +170,9 @@ def named_draft(model: Model, name: str | Path, params: Any) -> Draft:
     return _kept(model, key, lambda: make_draft(model, name, like.dtype, like.device))
 
 
+_KEEPING = threading.RLock()
+
+
 class _Kept(dict[Any, Any]):
     """Captured functions by what they are. A copy of their owner, or a pickled one, begins without any."""
 
@@ -179,6 +185,9 @@ def _kept(owner: Any, key: Any, make: Callable[[], T]) -> T:
     # Not in a table of ours: captured functions hold their model, which no weak reference would ever lose then.
     # An object without a dictionary of its own keeps nothing.
     kept = getattr(owner, "__dict__", {}).setdefault("_captured", _Kept())
-    if key not in kept:
-        kept[key] = make()
-    return kept[key]
+    with _KEEPING:
+        found = kept.pop(key) if key in kept else make()
+        kept[key] = found  # the newest last
+        if len(kept) > MOST_KEPT:
+            del kept[next(iter(kept))]
+    return found

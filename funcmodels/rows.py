@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowering.host import HostInt, valueless
+from params.modes import lasting
 from params.tree import map
 
 from .pages import Lease, PagePool
@@ -74,6 +75,7 @@ def _grown(state: State, kept: Sequence[int | None], need: Sequence[int], more: 
     return replace(state, host=replace(host, leases=tuple(leases), version=version))
 
 
+@lasting
 def fork(state: State, rows: Sequence[int] | None = None) -> State:
     """Copies of `rows` (all by default, repeats allowed) that can be continued independently of the original.
 
@@ -93,6 +95,7 @@ def fork(state: State, rows: Sequence[int] | None = None) -> State:
     return _take_rows(moved, rows, leases, lengths, least=lengths)
 
 
+@lasting
 def fork_into(state: State, rows: Sequence[int], source: State, row: int) -> State:
     """`state` with a copy of `row` of `source` in each of `rows`, in place of what they held; the other rows stay.
 
@@ -190,6 +193,7 @@ def _copied(source: Tensor, target: Tensor, copies: Copies) -> Tensor:
     return target
 
 
+@lasting
 def select(state: State, rows: Sequence[int]) -> State:
     """The state of distinct `rows`, in that order; -1 makes an empty row. `ValueError` for a repeat: `fork` copies.
 
@@ -215,6 +219,7 @@ def select(state: State, rows: Sequence[int]) -> State:
     return _take_rows(state, rows, leases, lengths, least)
 
 
+@lasting
 def release(state: State, rows: Sequence[int] | None = None) -> State:
     """Return pages. Without `rows` the whole state ends; with them, a state in which these rows are empty."""
     check_usable(state)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from params.modes import lasting
 from params.tree import num_bytes
 
 from .batch import Batch
@@ -53,11 +54,13 @@ class Serving(Iterator[Event]):
     `state_bytes` is the memory of the rows, made once with room for the longest request.
     """
 
+    @lasting
     def __init__(self, model: Model, params: Any, requests: Sequence[Row], setup: Setup) -> None:
         run = _begun(model, params, requests, setup) if requests else None
         self.state_bytes = 0 if run is None else sum(num_bytes(state) for state in run.states)
         self._events: Iterator[Event] = iter(()) if run is None else run.events()
 
+    @lasting
     def __next__(self) -> Event:
         return next(self._events)
 

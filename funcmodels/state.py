@@ -21,6 +21,7 @@ from torch import Tensor
 from lowering import HostSide, host_side
 from lowering.host import HostInt, HostLengths, known_equal, readable, symbolic, valueless
 from lowering.layouts import Pages
+from params.modes import lasting
 from params.tree import dotted, leaves, num_bytes, off_tree, size, static, tree, unchecked
 
 from .errors import StaleStateError, StateError
@@ -357,6 +358,7 @@ def _commit_on_host(
 
 
 @host_side(_commit_on_host)
+@lasting
 def commit(state: State, accepted: Int[Tensor, " rows"] | Sequence[int]) -> State:
     """End a pending state: of each row's newest tokens the first `accepted` count, the rest are dropped.
 

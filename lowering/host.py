@@ -46,7 +46,8 @@ class HostLengths:
 
 def tracing() -> bool:
     """Whether operators are being recorded instead of run, so that values cannot be read and nothing may be kept."""
-    return bool(torch._C._len_torch_dispatch_stack()) or torch.compiler.is_compiling()
+    # Not `is_compiling`: that is true in every thread while one of them compiles.
+    return bool(torch._C._len_torch_dispatch_stack()) or torch.compiler.is_dynamo_compiling()
 
 
 def valueless(x: Tensor) -> bool:
@@ -54,7 +55,7 @@ def valueless(x: Tensor) -> bool:
 
     Not asked of the mode in force: operators can be watched (their FLOPs counted, say) and run all the same.
     """
-    return torch.compiler.is_compiling() or isinstance(x, FakeTensor)
+    return torch.compiler.is_dynamo_compiling() or isinstance(x, FakeTensor)
 
 
 def readable(x: Tensor) -> bool:

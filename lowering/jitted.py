@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -24,12 +26,25 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._C._functorch import get_interpreter_stack
 
+from params.modes import lasting
 from params.tree import items
 
 from . import registry
 from .buckets import Bucket, Buckets, NoBucketError, idle
 from .errors import CaptureError, RecaptureWarning
-from .graphs import BACKENDS, DEFAULTS, Backend, Capture, Flat, Placed, Rehearsal, flattened, trace
+from .graphs import (
+    BACKENDS,
+    DEFAULTS,
+    MOST_PLACES,
+    TRACING,
+    Backend,
+    Capture,
+    Flat,
+    Placed,
+    Rehearsal,
+    flattened,
+    trace,
+)
 from .host import tracing
 from .policy import MODE
 from .stages import Lowered, lower
@@ -40,6 +55,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 DONATED = "donated to a captured call"
 FAILED = "partly overwritten by a captured call that failed"
 FACTS = "what the host knows"
+
+MOST_CAPTURES = 256
+"""Captures that a function keeps: past it the one goes that was used the longest ago."""
+MOST_NUMBERS = 16 * MOST_CAPTURES
+"""Structures of arguments that are known by a number before those go that no capture has."""
+MOST_COMPARED = 64
+"""Earlier calls that a new one is compared with, to say why it is captured again."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +120,9 @@ def jit(
     `watch()` is entered around each capture, and no warnings are given then: who watches expects them. No gradients are
     recorded. Under function transforms and inside another trace the function itself runs. Raises `CaptureError` for a
     function that reads values from the device or branches on a row length, or that cannot be captured otherwise.
+
+    Any number of threads may call: a capture is replayed by one at a time (on a device any capture is), and one at a
+    time captures. A state belongs to one thread at a time. The last 256 captures that were used are kept.
     """
     return Jitted(function, donate, buckets, backend, watch, fixed)
 
@@ -121,11 +146,14 @@ class Jitted:
         self._side = _host_side(function)
         self._graphs: dict[tuple[Any, ...], Capture] = {}
         self._backends: dict[str, Backend] = {}
-        self._seen: list[dict[str, Any]] = []
+        self._seen: deque[dict[str, Any]] = deque(maxlen=MOST_COMPARED)
+        # Found without a lock by those who replay, so that a number must never stand for two structures.
         self._numbers: dict[Any, int] = {}
+        self._counter = itertools.count()
+        self._lock = threading.RLock()
         # A model has hundreds of leaves: taking its parameters apart anew would cost more than a replay of a small one.
         self._known: dict[str, tuple[weakref.ref[Any], Flat, int]] = {}
-        self._said: set[str] = set()
+        self._said: dict[str, object] = {}
         if backend is not None and backend not in BACKENDS:
             raise ValueError(f"jit: backend={backend!r} is not known; there are: {', '.join(BACKENDS)}")
         named = [("donate", name) for name in self.donate]
@@ -139,6 +167,7 @@ class Jitted:
         backend = self.backend or " or ".join(DEFAULTS.values())
         return f"jit({self.name}, donate={self.donate!r}, backend={backend}, {self.captures} captures)"
 
+    @lasting
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result, by replaying its capture for arguments like these; captured now if there is none."""
         if tracing() or get_interpreter_stack():
@@ -152,22 +181,25 @@ class Jitted:
             self._mark_donated(given)
             return result
         arguments = given | side.arguments
-        capture, placed, inputs = self._captured(arguments)
+        capture, flats = self._captured(arguments)
         ints = _joined(_host_ints(arguments)) if capture.program.host else ()
-        how: tuple[str, ...] | None = (FAILED, "go on from a fork of it, or fill a new state")
-        try:
-            side.before()
-            result = capture.replay(placed, inputs, ints)
-            how = ()
-        except CaptureError:  # nothing has run
-            how = None
-            raise
-        finally:
-            # Only now: whatever failed before has left the donated values as they were.
-            if how is not None:
-                self._mark_donated(given, *how)
+        with capture.lock:
+            placed, inputs = self._placed(capture, arguments, flats)
+            how: tuple[str, ...] | None = (FAILED, "go on from a fork of it, or fill a new state")
+            try:
+                side.before()
+                result = capture.replay(placed, inputs, ints)
+                how = ()
+            except CaptureError:  # nothing has run
+                how = None
+                raise
+            finally:
+                # Only now: whatever failed before has left the donated values as they were.
+                if how is not None:
+                    self._mark_donated(given, *how)
         return side.after(result)
 
+    @lasting
     def warm(self, buckets: Iterable[Bucket], *args: Any, **kwargs: Any) -> None:
         """Capture for `buckets` now, the largest first, with a progress bar on a terminal; the state stays as it is.
 
@@ -186,13 +218,21 @@ class Jitted:
         console = Console(stderr=True)
         shown = track(sizes, "capturing", console=console, transient=True) if console.is_terminal else sizes
         for bucket in shown:
-            self._captured(given | {batches[0]: idle(given[batches[0]], bucket)})
+            arguments = given | {batches[0]: idle(given[batches[0]], bucket)}
+            capture, flats = self._captured(arguments)
+            with capture.lock:
+                self._placed(capture, arguments, flats)
 
+    @lasting
     def ahead(self, *args: Any, **kwargs: Any) -> Jitted:
         """Capture for arguments like these now, computing nothing; this function itself."""
-        self._captured(self._prepared(args, kwargs))
+        arguments = self._prepared(args, kwargs)
+        capture, flats = self._captured(arguments)
+        with capture.lock:
+            self._placed(capture, arguments, flats)
         return self
 
+    @lasting
     def lower(self, *args: Any, target: str | Target | None = None, **kwargs: Any) -> Lowered:
         """The function lowered for arguments like these, batches padded to their bucket; `.compile()` captures it."""
         given = self._prepared(args, kwargs)
@@ -235,7 +275,7 @@ class Jitted:
             return known[1:]
         flat = flattened(value)
         try:
-            number = self._numbers.setdefault((flat.structure, flat.dtypes, flat.shapes), len(self._numbers))
+            number = self._numbers.setdefault((flat.structure, flat.dtypes, flat.shapes), next(self._counter))
         except TypeError:
             raise CaptureError(
                 f"jit: {name!r} holds a value that is no tensor and cannot be told from others: {value!r:.100}; give "
@@ -247,34 +287,26 @@ class Jitted:
 
     def _forget(self, name: str, reference: weakref.ref[Any]) -> None:
         """Keep no tensors of an argument that nobody holds any more."""
-        if name in self._known and self._known[name][0] is reference:
-            del self._known[name]
+        known = self._known.get(name)
+        if known is not None and known[0] is reference:
+            self._known.pop(name, None)
 
-    def _captured(self, arguments: Mapping[str, Any]) -> tuple[Capture, Placed, list[Tensor]]:
-        """The capture for these arguments, its run for where they lie, and their tensors."""
+    def _captured(self, arguments: Mapping[str, Any]) -> tuple[Capture, dict[str, Flat]]:
+        """The capture for these arguments, and what they were taken apart into."""
         found = {name: self._flat(name, value) for name, value in arguments.items()}
         flats = {name: flat for name, (flat, _) in found.items()}
         key = (_choices(), *((name, number) for name, (_, number) in found.items()))
         facts = _host_facts(arguments)
-        capture = self._known_capture(key, facts)
         if torch.is_grad_enabled():
             _check_gradients(flats)
-        inputs = _joined(flat.tensors for flat in flats.values())
-        placed = None if capture is None else capture.placed(inputs)
-        if capture is None or placed is None:
-            with nullcontext() if self._watch is None else self._watch():
-                fresh = capture is None
-                capture = capture or self._traced(arguments, flats)
-                placed = capture.place(inputs, _rehearsal(arguments, flats))
-                self._graphs[(*key, facts)] = capture  # Only now: it may not compile.
-            self.captures += 1
-            if fresh:
-                self._tell_changes(facts, {name: x for name, x in flats.items() if not _is_batch(arguments[name])})
-            else:
-                self._say("places", "captured again, since tensors that must stay in place were moved", above=2)
+        capture = self._known_capture(key, facts)
+        if capture is None:
+            with self._lock:  # Replays of other captures go on.
+                capture = self._known_capture(key, facts) or self._made((*key, facts), facts, arguments, flats)
+        capture.used = next(self._counter)
         if not capture.backend.fixed:
             self._note_pools(capture, arguments)
-        return capture, placed, inputs
+        return capture, flats
 
     def _known_capture(self, key: tuple[Any, ...], facts: tuple[bool, ...]) -> Capture | None:
         """The capture for a key; one made where more was known, if nothing that the host knows is computed with."""
@@ -284,14 +316,61 @@ class Jitted:
         other = self._graphs.get((*key, (True,) * len(facts)))
         return None if other is None or other.program.host else other
 
+    def _made(
+        self, key: tuple[Any, ...], facts: tuple[bool, ...], arguments: Mapping[str, Any], flats: dict[str, Flat]
+    ) -> Capture:
+        """A capture for arguments like none before."""
+        if len(self._numbers) > MOST_NUMBERS:
+            self._drop_numbers()
+        with self._watched():
+            with TRACING:
+                capture = self._traced(arguments, flats)
+            with capture.lock, TRACING:  # in the order of `_placed`
+                capture.place(_tensors(flats), _rehearsal(arguments, flats))
+        self._keep(key, capture)  # Only now: it may not compile.
+        self.captures += 1
+        self._tell_changes(facts, {name: x for name, x in flats.items() if not _is_batch(arguments[name])})
+        return capture
+
+    def _keep(self, key: tuple[Any, ...], capture: Capture) -> None:
+        """Enter a capture; with one too many, that goes which was used the longest ago."""
+        capture.used = next(self._counter)
+        self._graphs[key] = capture
+        if len(self._graphs) > MOST_CAPTURES:
+            del self._graphs[min(self._graphs, key=lambda key: self._graphs[key].used)]
+
+    def _drop_numbers(self) -> None:
+        """Forget the numbers that no capture is found by any more, or that none was made for."""
+        kept = {number for key in self._graphs for _, number in key[1:-1]}
+        kept |= {known[2] for known in list(self._known.values())}
+        self._numbers = {parts: number for parts, number in list(self._numbers.items()) if number in kept}
+
+    def _placed(
+        self, capture: Capture, arguments: Mapping[str, Any], flats: dict[str, Flat]
+    ) -> tuple[Placed, list[Tensor]]:
+        """The run of a capture for where these arguments lie, and their tensors. Its lock is held."""
+        inputs = _tensors(flats)
+        placed = capture.placed(inputs)
+        if placed is None:
+            with self._watched(), TRACING:
+                placed = capture.place(inputs, _rehearsal(arguments, flats))
+            self.captures += 1
+            self._say("places", "captured again, since tensors that must stay in place were moved", above=2)
+        return placed, inputs
+
+    def _watched(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._watch is None else self._watch()
+
     def _note_pools(self, capture: Capture, arguments: Mapping[str, Any]) -> None:
         """Count a capture over another pool as a graph of a device would have to be made anew for it."""
         pools = tuple(x.data_ptr() for value in arguments.values() if hasattr(value, "pools") for x in value.pools())
-        if pools not in capture.pools:
-            if capture.pools:
-                self._say("pool", "captured again, over another pool of pages; the compiled code is kept", above=3)
-                self.captures += 1
-            capture.pools.add(pools)
+        with capture.lock:
+            fresh, first = pools not in capture.pools, not capture.pools
+            if fresh:
+                capture.pools = (pools, *capture.pools)[:MOST_PLACES]
+                self.captures += not first
+        if fresh and not first:
+            self._say("pool", "captured again, over another pool of pages; the compiled code is kept", above=3)
 
     def _traced(self, arguments: Mapping[str, Any], flats: dict[str, Flat]) -> Capture:
         backend = self._backend(flats)
@@ -334,13 +413,13 @@ class Jitted:
         self._seen.append(now)
         for name in now:
             if now[name] != nearest[name]:
-                self._say(*_change(name, nearest[name], now[name]), above=3)
+                self._say(*_change(name, nearest[name], now[name]), above=4)
 
     def _say(self, reason: str, what: str, above: int) -> None:
         """Warn once for each reason, at the line of the caller, `above` functions of ours away."""
-        if reason not in self._said and self._watch is None:
-            self._said.add(reason)
-            warnings.warn(f"jit({self.name}): {what}", RecaptureWarning, stacklevel=above + 2)
+        if self._watch is None and self._said.setdefault(reason, now := object()) is now:
+            # Two more stand between: this function, and what `lasting` put around the outermost.
+            warnings.warn(f"jit({self.name}): {what}", RecaptureWarning, stacklevel=above + 3)
 
 
 def _choices() -> tuple[int, int]:
@@ -350,6 +429,10 @@ def _choices() -> tuple[int, int]:
 
 def _joined(parts: Iterable[Iterable[Any]]) -> list[Any]:
     return list(itertools.chain.from_iterable(parts))
+
+
+def _tensors(flats: Mapping[str, Flat]) -> list[Tensor]:
+    return _joined(flat.tensors for flat in flats.values())
 
 
 def _host_ints(arguments: Mapping[str, Any]) -> list[Sequence[int]]:

@@ -37,6 +37,8 @@ Order = Callable[..., "tuple[tuple[str, ...], str]"]
 order to try them, and one sentence that says why."""
 
 REFERENCE = "torch"
+MOST_CHOICES = 4096
+"""Choices that an op remembers: calls of ever new shapes begin anew past it."""
 FUSED = "fused"
 """Stands among the refused kernels for the operator that a target does not have."""
 
@@ -150,8 +152,17 @@ class Op:
 
     def _first(self, key: tuple[Any, ...], mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """The choice for a signature not seen before; `key[1]` are its surroundings."""
-        choice = self._choices[key] = self.choose(mode, key[1], args, kwargs)
+        choices = self._choices  # those of the kernels there are now: a thread may register another meanwhile
+        if len(choices) >= MOST_CHOICES:
+            choices = self._choices = {}
+        choice = choices[key] = self.choose(mode, key[1], args, kwargs)
         return choice
+
+    def remember_dry(self, key: Any, result: Any) -> None:
+        """Keep what a dry run found for a signature."""
+        if len(self.dry_results) >= MOST_CHOICES:
+            self.dry_results = {}
+        self.dry_results[key] = result
 
     def kernel(
         self,
@@ -190,8 +201,9 @@ class Op:
                 name, run, targets, refused, host_reads, batches, forward_ad, differentiable, eager, prepare, operators,
                 weights, only_by_name,
             )  # fmt: skip
-            reference = self.kernels.pop(REFERENCE)
-            self.kernels |= {name: added, REFERENCE: reference}
+            # Threads that choose go on with the kernels there were.
+            rest = {other: kernel for other, kernel in self.kernels.items() if other != REFERENCE}
+            self.kernels = rest | {name: added, REFERENCE: self.kernels[REFERENCE]}
             self._removed.discard(name)
             self._forget_choices()
             return run
@@ -202,13 +214,13 @@ class Op:
         """Take a kernel away: no call gets it any more, nor a captured program that was made with it."""
         if name == REFERENCE:
             raise LoweringError(f"{self.name}: {REFERENCE!r} is the op's own body, which cannot be removed")
-        del self.kernels[self.kernel_named(name).name]
+        gone = self.kernel_named(name)
+        self.kernels = {other: kernel for other, kernel in self.kernels.items() if kernel is not gone}
         self._removed.add(name)
         self._forget_choices()
 
     def _forget_choices(self) -> None:
-        self._choices.clear()
-        self.dry_results.clear()
+        self._choices, self.dry_results = {}, {}
         registry.changed()
 
     def order_by(self, targets: tuple[str, ...], *, replace: bool = False) -> Callable[[Order], Order]:

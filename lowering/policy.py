@@ -8,6 +8,7 @@ wherever it occurs, in `add_gemma_rms_norm` too.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -49,6 +50,7 @@ class Policy:
 
 
 _MODE_KEYS: dict[tuple[Policy, Target | None, bool], int] = {}
+_COUNTER = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Mode:
 
     def __post_init__(self) -> None:
         # A small number stands for (policy, target, dry) in the key of a choice, since it is hashed on every op call.
-        key = _MODE_KEYS.setdefault((self.policy, self.target, self.dry is not None), len(_MODE_KEYS))
+        key = _MODE_KEYS.setdefault((self.policy, self.target, self.dry is not None), next(_COUNTER))
         object.__setattr__(self, "key", key)
 
 

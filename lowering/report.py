@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,10 @@ from .trace import DryRun
 
 if TYPE_CHECKING:
     from .op import Choice
+
+
+_COUNTING = threading.Lock()
+"""Threads that run in copies of one context count in one report."""
 
 
 @dataclass
@@ -70,10 +75,11 @@ class Report:
         """Count one call."""
         others = _for_other_weights(choice, args)
         new = Row(choice.op, choice.kernel.name, choice.refused, choice.target, asked=choice.asked, others=others)
-        row = next((row for row in self.rows if replace(row, count=0) == new), new)
-        if row is new:
-            self.rows.append(new)
-        row.count += 1
+        with _COUNTING:
+            row = next((row for row in self.rows if replace(row, count=0) == new), new)
+            if row is new:
+                self.rows.append(new)
+            row.count += 1
 
     def sheet(self) -> Sheet:
         """The report as a table."""

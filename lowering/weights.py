@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from params.modes import lasting
 from params.quant.values import QuantizedWeight, SplitWeight
 from params.shards import AddendWeight, SomeExperts, VocabularyWeight
 
@@ -55,6 +56,7 @@ def restored(weight: Any) -> Any:
     return weight.plain() if readable else weight
 
 
+@lasting
 def prepare(params: T, target: str | Target | None = None) -> T:
     """The same parameters with each weight in the layout of the kernel that will read it on `target`.
 

@@ -21,6 +21,7 @@ from params.errors import CheckpointError
 from params.files import StoredTensor, listed, resolve, tensor_names
 from params.mapped import MappedRows, mapped
 from params.matching import Plan, match, shown
+from params.modes import lasting
 from params.names.rules import Names
 from params.quant.schemes import described
 from params.quant.stored import ZEROS, of_tree, zero_offsets
@@ -36,6 +37,7 @@ Tables = Literal["device", "host", "file"]
 """Where `load` puts tables: beside the other leaves, on the CPU, or nowhere (`MappedRows`)."""
 
 
+@lasting
 def load(
     path: str | Path,
     spec: T,
@@ -94,6 +96,7 @@ def load(
     return _rebuild(spec, leaves)
 
 
+@lasting
 def from_checkpoint(
     tensors: Mapping[str, Tensor],
     spec: T,

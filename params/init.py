@@ -9,6 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from params.modes import lasting
 from params.spec import TensorSpec
 from params.tree import dotted
 
@@ -18,6 +19,7 @@ STD = 0.02
 """Standard deviation of projections and embeddings (`initializer_range` of the published configs)."""
 
 
+@lasting
 def init(spec: T, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> T:
     """A tree like `spec` with random values, floating point in `dtype` where the spec pins none.
 

@@ -9,6 +9,7 @@ import torch
 
 import params as checkpoints
 from params.errors import ConfigError
+from params.modes import lasting
 from params.names.block_drafts import NAMES
 
 from ..loading import BUNDLED
@@ -29,6 +30,7 @@ def draft(model: Model, kind: Literal["mtp"]) -> MtpDraft: ...
 def draft(
     model: Model, kind: str | Path, dtype: torch.dtype | None = torch.bfloat16, device: torch.device | str = "cpu"
 ) -> MtpDraft | BlockDraft: ...
+@lasting
 def draft(
     model: Model,
     kind: str | Path,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lowering import host_side, ops
 from lowering.ops.widen import wide
+from params.modes import lasting
 from params.spec import Init, TensorSpec
 from params.tree import put, tree, unchecked
 
@@ -222,6 +223,7 @@ class BlockDraft(abc.ABC):
         """
         return self.model.agreed(ops.greedy_token(read, head, ids))
 
+    @lasting
     def init_state(self, state: State) -> State:
         """An empty state of the draft for the rows of `state`, which must be empty too, with room for a block more."""
         check_empty(state)
@@ -236,6 +238,7 @@ class BlockDraft(abc.ABC):
         return like(state, entries, room=config.block)
 
     @host_side(extend_on_host)
+    @lasting
     def extend(
         self,
         params: Any,
@@ -289,6 +292,7 @@ class BlockDraft(abc.ABC):
         return torch.cat((root[:, None], masks), 1)
 
     @host_side(propose_on_host)
+    @lasting
     @torch.no_grad()
     def propose(
         self, params: Any, state: State, carry: Carry, steps: int = 3, noise: DraftNoise | None = None,

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowering import host_side, ops
+from params.modes import lasting
 
 from ..batch import Batch, check_room
 from ..host_sides import extend_on_host, propose_on_host
@@ -39,6 +40,7 @@ class MtpDraft:
             raise ValueError(f"draft: models of type {self.model.config_json['model_type']!r} have no mtp head")
         return self.model.family.mtp
 
+    @lasting
     def forward(
         self,
         params: Any,
@@ -55,12 +57,14 @@ class MtpDraft:
         """
         return self.head.forward(self.model.local, params, state, batch, hidden, logits=logits, keep_steps=keep_steps)
 
+    @lasting
     def init_state(self, state: State) -> State:
         """An empty state of the head for the rows of `state`, which must be empty too (`StateError` if not)."""
         check_empty(state)
         return like(state, lambda *sizes: self.head.init_entries(self.model.local, *sizes))
 
     @host_side(extend_on_host)
+    @lasting
     def extend(
         self,
         params: Any,
@@ -90,6 +94,7 @@ class MtpDraft:
         return state, new if carry is None else new.where(kept > 0, carry)
 
     @host_side(propose_on_host)
+    @lasting
     @torch.no_grad()
     def propose(
         self, params: Any, state: State, carry: Carry, steps: int = 3, noise: DraftNoise | None = None

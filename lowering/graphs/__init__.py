@@ -7,7 +7,7 @@ finds the row lengths that a replay has to renew. `lowering.jit` puts them toget
 
 from collections.abc import Callable
 
-from .capture import Backend, Capture, Placed, Rehearsal
+from .capture import MOST_PLACES, TRACING, Backend, Capture, Placed, Rehearsal
 from .cpu import Fx, Inductor
 from .cuda import CudaGraphs
 from .npu import NpuGraphs
@@ -20,5 +20,6 @@ DEFAULTS = {"cpu": "inductor", "cuda": "cuda", "npu": "npu"}
 """The backend for each type of device, where none is named."""
 
 __all__ = [
-    "BACKENDS", "DEFAULTS", "Backend", "Capture", "Flat", "Placed", "Program", "Rehearsal", "flattened", "trace",
+    "BACKENDS", "DEFAULTS", "MOST_PLACES", "TRACING", "Backend", "Capture", "Flat", "Placed", "Program", "Rehearsal",
+    "flattened", "trace",
 ]  # fmt: skip

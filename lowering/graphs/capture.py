@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -18,6 +19,12 @@ Run = Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]
 
 MOST_PLACES = 4
 """Runs over other addresses that one program keeps: each holds a graph of the device and its buffers."""
+
+TRACING = threading.RLock()
+"""Held by the one thread of a process that traces or compiles: torch.fx changes classes of Torch while it does."""
+ON_DEVICE = threading.RLock()
+"""Held while graphs of devices are captured or replayed: those of one function share memory, and states move between
+the homes of several."""
 
 
 @runtime_checkable
@@ -75,14 +82,14 @@ class Placed:
 class Home:
     """Memory that a capture writes a donated tensor's successors to, kept for as long as the capture is."""
 
-    keepers: ClassVar[Counter[int]] = Counter()
-    """How many homes there are of each storage."""
+    keepers: ClassVar[dict[int, int]] = {}
+    """The storage of each home there is, by the home's id: entered and taken out at any time, by any thread."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()
         self.storage = tensor.untyped_storage()._cdata
-        self.keepers[self.storage] += 1
-        weakref.finalize(self, self.keepers.subtract, {self.storage: 1})
+        self.keepers[id(self)] = self.storage
+        weakref.finalize(self, self.keepers.pop, id(self))
 
     def is_at(self, x: Tensor) -> bool:
         """Whether `x` lies here already."""
@@ -91,7 +98,7 @@ class Home:
     def is_free(self) -> bool:
         """Whether only captures hold this memory. One more count is that of the handle it is read by."""
         held = torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)
-        return held - 1 <= self.keepers[self.storage]
+        return held - 1 <= list(self.keepers.values()).count(self.storage)
 
     def lent(self, x: Tensor) -> Tensor:
         """`x`, or where it has been moved to this memory, a tensor over that."""
@@ -102,14 +109,20 @@ class Home:
 class Capture:
     """A program, and the runs of it. `staged` are the places of the inputs that are copied into buffers.
 
-    `pools` are the pools of pages, by their addresses, that it was captured over.
+    `pools` are the newest pools of pages, by their addresses, that it was captured over; `used` is the time of its
+    last call, in calls. `lock` is held from the choice of a run to the end of its replay.
     """
 
     program: Program
     backend: Backend
     staged: Collection[int]
     runs: list[Placed] = field(default_factory=list)
-    pools: set[tuple[int, ...]] = field(default_factory=set)
+    pools: tuple[tuple[int, ...], ...] = ()
+    used: int = 0
+    lock: AbstractContextManager[Any] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.lock = ON_DEVICE if self.backend.fixed else threading.RLock()
 
     def placed(self, inputs: Sequence[Tensor]) -> Placed | None:
         """The run for inputs that lie where these do, if there is one."""

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from params.modes import lasting
+
 from ..errors import LoweringError
 from ..host import HostLengths, tracing
 from ..ops.attention import attention, block_attention, paged_attention, window_pages, write_pages
@@ -42,6 +44,7 @@ MOST_PACKED = 4095
 _masks: dict[torch.device, Tensor] = {}
 
 
+@lasting
 def shared_mask(device: torch.device) -> Tensor:
     """The triangle that modes 2 to 4 want: True strictly above the diagonal."""
     if device in _masks and not tracing():

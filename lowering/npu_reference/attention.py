@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from params.modes import lasting
+
 from .checks import (
     OperatorError,
     need,
@@ -369,6 +371,7 @@ def npu_fused_infer_attention_score_v2(
 
 
 @functools.cache
+@lasting
 def _shared_mask() -> Tensor:
     return torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.bool).triu(1)
 

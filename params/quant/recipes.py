@@ -9,6 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from params.modes import lasting
 from params.names.rules import Ignore
 from params.quant.description import FLOAT
 from params.quant.rounding import (
@@ -45,6 +46,7 @@ _SLICED = ("**.mlp.**.down", "**.mlp.**.down.weight", "**.attn.out.weight")
 """Leaves whose inputs a mesh splits: the correction of int4 comes in 16 partial sums there."""
 
 
+@lasting
 def quantize(
     tree: T, scheme: str | Mapping[str, str], *, keep: Collection[str] = KEPT, input_ranges: Ranges | None = None
 ) -> T:
@@ -68,6 +70,7 @@ def quantize(
     return tree
 
 
+@lasting
 def dequantize(tree: T, dtype: torch.dtype) -> T:
     """The tree with plain weights of `dtype` in place of quantised ones, and biases taken out of their corrections.
 

@@ -1,0 +1,29 @@
+"""Modes of Torch that values must not depend on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def lasting(function: F) -> F:
+    """`function`, whose tensors are good everywhere: inside `torch.inference_mode()` it runs under `no_grad` instead.
+
+    A tensor made in that mode can never be written to outside of it, nor take part in a derivative. States, captures
+    and parameters outlive the block that they were made in.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        # Leaving the mode turns gradients on.
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return cast(F, run)
