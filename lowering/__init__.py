@@ -17,7 +17,7 @@ from .errors import CaptureError, LoweringError, RecaptureWarning
 from .html import page
 from .jitted import HostSide, Jitted, host_side, jit
 from .op import Choice, Kernel, Op, op
-from .policy import MODE, Policy, use
+from .policy import MODE, Policy, in_force, use
 from .registry import OPS, find, table
 from .report import Report, Row, explain, record, watch
 from .sheet import Sheet
@@ -30,6 +30,6 @@ policy.check(MODE.get().policy)  # A mistake in the environment variable is an e
 __all__ = [
     "OPS", "TARGETS", "CaptureError", "Choice", "Comparison", "HostSide", "Jitted", "Kernel", "Lowered",
     "LoweringError", "Op", "Policy", "RecaptureWarning", "Report", "Row", "Sheet", "Target", "compare", "compared",
-    "explain", "find", "host_side", "jit", "lower", "npu_kernels", "op", "ops", "page", "prepare", "record", "table",
-    "torch_kernels", "use", "watch",
+    "explain", "find", "host_side", "in_force", "jit", "lower", "npu_kernels", "op", "ops", "page", "prepare",
+    "record", "table", "torch_kernels", "use", "watch",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -100,6 +100,10 @@ def use(
 
     `policy` replaces the one in force; keyword pairs are added to it. `target` lowers for that machine instead of
     the tensors' own. `strict=True` makes every op without a chosen kernel an error instead of running its reference.
+
+    The block is that of a thread (of a context, `contextvars`): threads that it starts choose as if there were none. So
+    does what `torch.utils.checkpoint` recomputes in a backward outside of it, or on a device, where a thread of Torch's
+    own runs that; a `CheckpointError` may be all that says so. `in_force` takes the block there.
     """
     mode = MODE.get()
     base = mode.policy if policy is None else policy
@@ -111,3 +115,34 @@ def use(
         yield merged
     finally:
         MODE.reset(token)
+
+
+_LEFT: ContextVar[tuple[Token[Mode], ...]] = ContextVar("lowering_left", default=())
+"""What those `InForce` blocks put back that are open here."""
+
+
+@dataclass(frozen=True)
+class InForce:
+    """The policy and target of a place. Good for any number of `with` blocks, in any thread."""
+
+    policy: Policy
+    target: Target | None
+
+    def __enter__(self) -> None:
+        token = MODE.set(replace(MODE.get(), policy=self.policy, target=self.target))
+        _LEFT.set((*_LEFT.get(), token))
+
+    def __exit__(self, *error: object) -> None:
+        *outer, token = _LEFT.get()
+        _LEFT.set(tuple(outer))
+        MODE.reset(token)
+
+
+def in_force() -> InForce:
+    """What `use` has asked for here, as a context manager for elsewhere: another thread, or a recomputation.
+
+    `checkpoint(f, x, use_reentrant=False, context_fn=lambda: (nullcontext(), lowering.in_force()))` recomputes `f` with
+    the kernels of its forward, wherever its backward runs.
+    """
+    mode = MODE.get()
+    return InForce(mode.policy, mode.target)

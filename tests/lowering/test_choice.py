@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import funcmodels as fm
 import lowering
@@ -482,3 +485,33 @@ def test_one_decode_step_chooses_the_step_kernel() -> None:
         args, kwargs = delta(rows, 2, 4, 8, 8, state=True, keep_steps=False)(Draw(torch.float32))
         chosen[name] = ops.gated_delta_rule.explain(*args, **kwargs).kernel.name
     assert chosen == {"one": "torch_step", "some": REFERENCE, "few": "torch_chunked"}
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_a_policy_is_carried_to_threads_and_recomputations(repeats: int) -> None:
+    """The kernels of the two choices save other tensors for the backward, so a recomputation by others fails."""
+    q, k, v = (torch.randn(6, 2, 8, requires_grad=True) for _ in range(3))
+    rows: dict[str, Any] = {"max_query": 3, "uniform": True, "scale": 0.4}
+    starts, run = torch.tensor([0, 3, 6], dtype=torch.int32), list[str]()
+
+    def attended() -> Tensor:
+        run.append(ops.attention.explain(q, k, v, starts, **rows).kernel.name)
+        return ops.attention(q, k, v, starts, **rows).sum()
+
+    with lowering.use(attention="torch"):
+        expected, here = attended(), lowering.in_force()
+        lost = checkpoint(attended, use_reentrant=False)
+        found = checkpoint(attended, use_reentrant=False, context_fn=lambda: (nullcontext(), lowering.in_force()))
+    expected.backward()
+    right, q.grad = q.grad, None
+    with pytest.raises(CheckpointError):
+        lost.backward()
+    run.clear()
+    for _ in range(repeats):
+        found.backward(retain_graph=True)
+    assert right is not None and q.grad is not None and torch.equal(q.grad, right * repeats)
+    with here, here, ThreadPoolExecutor(1) as threads:
+        threads.submit(attended).result()
+        threads.submit(lambda: here.__enter__() or attended()).result()
+    attended()
+    assert run == ["torch"] * repeats + ["torch_sdpa", "torch", "torch_sdpa"]
