@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .model import Model, at_least_one
+from .parallel import check_same, refusals_told
 from .programs import Programs, named_draft
 from .progress import shown
 from .requests import Event, Request, Result, Row, strings, token_ids
@@ -70,9 +72,10 @@ def generate(
 
     Raises `ValueError` before any work for a prompt that is empty, too long or out of the vocabulary, `TypeError` for
     an argument of another type. Where logits are no numbers, or every token is forbidden, that prompt alone ends, with
-    the reason "no_choice".
+    the reason "no_choice". All ranks of a model that several share must be given the same, or each raises `ValueError`.
     """
-    requests = requests_of(model, prompts, max_new_tokens, sampling, eos, stop, numbers)
+    with refusals_told(model.ranks, params):
+        requests = requests_of(model, prompts, max_new_tokens, sampling, eos, stop, numbers)
     results: dict[int, Result] = {}
     setup: dict[str, Any] = {"draft_steps": draft_steps, "recurrent_dtype": recurrent_dtype, "backend": backend}
     serving = serve(model, params, requests, draft=draft, rows=rows, page_size=page_size, chunk=chunk, **setup)
@@ -131,6 +134,22 @@ def serve(
     `request` is a place in `requests`, whatever the numbers. The arguments are those of `generate`. The iterator's
     `state_bytes` is the memory that the rows take.
     """
+    with refusals_told(model.ranks, params):
+        how = (draft, draft_steps, rows, page_size, chunk, recurrent_dtype, backend)
+        waiting, setup = _set_up(model, params, requests, *how)
+    facts = {"the number of prompts": len(requests)}
+    facts |= {field.name: [getattr(request, field.name) for request in requests] for field in fields(Request)}
+    facts |= {name: getattr(setup, name) for name in ("rows", "page_size", "chunk", "draft_steps", "recurrent_dtype")}
+    facts |= {"backend": backend, "draft": type(setup.draft).__name__, "config": model.config}
+    check_same(model.ranks, facts, params)
+    return Serving(model, params, waiting, setup)
+
+
+def _set_up(
+    model: Model, params: Any, requests: Sequence[Request], draft: str | Path | Draft | None, draft_steps: int | None,
+    rows: int | None, page_size: int, chunk: int, recurrent_dtype: torch.dtype | None, backend: str | None,
+) -> tuple[list[Row], Setup]:  # fmt: skip
+    """The rows that requests are to have, which are checked, and how to run them."""
     sizes = {"rows": 8 if rows is None else rows, "chunk": chunk, "page_size": page_size}
     if draft_steps is not None:
         sizes["draft_steps"] = draft_steps
@@ -153,8 +172,7 @@ def serve(
         for at, request in enumerate(requests)
     ]
     programs = Programs.of(model, draft, backend)
-    setup = Setup(programs, sizes["rows"], page_size, chunk, draft, steps, recurrent_dtype)
-    return Serving(model, params, waiting, setup)
+    return waiting, Setup(programs, sizes["rows"], page_size, chunk, draft, steps, recurrent_dtype)
 
 
 def _draft_steps(draft: Draft | None, asked: int | None) -> int:

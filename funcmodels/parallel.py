@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lowering import ops
+from lowering.errors import CollectiveError
 from params.errors import ConfigError
 from params.sharding import Ranks
 
@@ -55,3 +59,49 @@ def started(size: int, device: str, timeout: timedelta = TIMEOUT) -> Iterator[tu
         yield init_device_mesh(kind, (size,), mesh_dim_names=("tp",)), own
     finally:
         dist.destroy_process_group()
+
+
+_FACTS = 24
+"""Most facts that ranks compare."""
+
+
+def check_same(ranks: Ranks | None, facts: Mapping[str, Any], params: Any) -> None:
+    """`ValueError` on every rank unless all of them were given the same, or when one has refused what it was given.
+
+    `facts` are named alike everywhere, and compared by their text. They are exchanged where the parameters lie.
+    """
+    if ranks is None or ranks.size == 1:
+        return
+    found = _heard(ranks, [0, *map(_digest, facts.values())], params)
+    for rank, theirs in enumerate(found):
+        if theirs[0]:
+            raise ValueError(f"rank {rank} of {ranks.size} has refused what it was given; its own error says why")
+        for name, mine, other in zip(facts, found[0][1:], theirs[1:], strict=False):
+            if mine != other:
+                raise ValueError(
+                    f"ranks 0 and {rank} of {ranks.size} were given what differs in {name}; all of them take part in "
+                    "one call, so give each the same prompts, samplings and settings"
+                )
+
+
+@contextmanager
+def refusals_told(ranks: Ranks | None, params: Any) -> Iterator[None]:
+    """What is raised inside is told the other ranks, which wait in `check_same`."""
+    try:
+        yield
+    except Exception:
+        if ranks is not None and ranks.size > 1:
+            with suppress(CollectiveError):
+                _heard(ranks, [1], params)
+        raise
+
+
+def _heard(ranks: Ranks, mine: list[int], params: Any) -> list[list[int]]:
+    """Every rank's numbers."""
+    row = torch.tensor(mine + [0] * (1 + _FACTS - len(mine)), dtype=torch.int64, device="cpu")
+    row = row.to(params.embed.weight.device)
+    return ops.all_gather(row, group=ranks.group, ranks=ranks.size).unflatten(0, (ranks.size, -1)).tolist()
+
+
+def _digest(fact: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(fact).encode(), digest_size=8).digest(), "big", signed=True)

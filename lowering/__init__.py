@@ -13,7 +13,7 @@ from . import npu as npu_kernels
 from . import ops, policy
 from . import torch as torch_kernels
 from .comparison import Comparison, compare
-from .errors import CaptureError, LoweringError, RecaptureWarning
+from .errors import CaptureError, CollectiveError, LoweringError, RecaptureWarning
 from .html import page
 from .jitted import HostSide, Jitted, host_side, jit
 from .op import Choice, Kernel, Op, op
@@ -28,8 +28,8 @@ from .weights import prepare
 policy.check(MODE.get().policy)  # A mistake in the environment variable is an error at import.
 
 __all__ = [
-    "OPS", "TARGETS", "CaptureError", "Choice", "Comparison", "HostSide", "Jitted", "Kernel", "Lowered",
-    "LoweringError", "Op", "Policy", "RecaptureWarning", "Report", "Row", "Sheet", "Target", "compare", "compared",
-    "explain", "find", "host_side", "in_force", "jit", "lower", "npu_kernels", "op", "ops", "page", "prepare",
-    "record", "table", "torch_kernels", "use", "watch",
+    "OPS", "TARGETS", "CaptureError", "Choice", "CollectiveError", "Comparison", "HostSide", "Jitted", "Kernel",
+    "Lowered", "LoweringError", "Op", "Policy", "RecaptureWarning", "Report", "Row", "Sheet", "Target", "compare",
+    "compared", "explain", "find", "host_side", "in_force", "jit", "lower", "npu_kernels", "op", "ops", "page",
+    "prepare", "record", "table", "torch_kernels", "use", "watch",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ..ops.collective import captured_failure
 from .program import Program
 
 Run = Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]
@@ -147,7 +148,8 @@ class Capture:
     def replay(self, placed: Placed, inputs: Sequence[Tensor], host: Sequence[int]) -> Any:
         """Stage the inputs, run, and put the results together. Donated inputs are overwritten.
 
-        `host` are the host integers of all arguments. A run that fails on a device is given up.
+        `host` are the host integers of all arguments. A run that fails on a device is given up. `CollectiveError`
+        when a rank that takes part in the program does not answer.
         """
         own = list(inputs)
         for at, home in placed.homes.items():
@@ -156,6 +158,12 @@ class Capture:
         for at, buffer in placed.buffers.items():
             given[at] = buffer.copy_(inputs[at])
         kept, self.runs = self.runs, [run for run in self.runs if run is not placed or not self.backend.fixed]
-        outputs = placed.run(given, [host[at] for at in self.program.host])
+        try:
+            outputs = placed.run(given, [host[at] for at in self.program.host])
+        except RuntimeError as error:
+            lost = captured_failure(error)
+            if lost is None:
+                raise
+            raise lost from error
         self.runs = kept
         return self.program.results(own, outputs)

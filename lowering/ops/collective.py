@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
@@ -44,8 +46,17 @@ def from_first(x: Shaped[Tensor, "*lead"], *, group: str) -> Shaped[Tensor, "*le
         raise CollectiveError(_silent("from_first", group, error)) from error
 
 
-def _silent(what: str, group: str, error: RuntimeError) -> str:
+def captured_failure(error: RuntimeError) -> CollectiveError | None:
+    """What a captured program's error is if it came from a collective: there, no op of this file stands around it."""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if "_c10d_functional" in (frame.line or ""):
+            return CollectiveError(_silent("a captured program", None, error))
+    return None
+
+
+def _silent(what: str, group: str | None, error: RuntimeError) -> str:
+    rank = "a rank" if group is None else f"a rank of group {group!r}"
     return (
-        f"{what}: a rank of group {group!r} did not answer; it has ended, or hangs, or is at another call. Look at its "
+        f"{what}: {rank} did not answer; it has ended, or hangs, or is at another call. Look at its "
         f"own output first. From here: {error}"
     )

@@ -32,6 +32,8 @@ def test_ranks_together_are_the_whole_model(size: int, kinds: tuple[str, ...], t
     assert all(other == first for other in others), "ranks differ, so that they could sample different tokens"
     mine, whole = first.pop("quantised")
     assert 0 < mine < 1.5 * whole, "int8 on ranks is as near to float32 as on one device"
+    if "gemma3" in first:
+        check_refusals(first["gemma3"]["refused"], size)
     for kind, measured in first.items():
         far = {name: measured[name] for name in ("logits", "hidden", "states", "captured") if measured[name] > NEAR}
         assert not far, f"{kind}: {far}"
@@ -41,6 +43,17 @@ def test_ranks_together_are_the_whole_model(size: int, kinds: tuple[str, ...], t
             assert ranks == alone, f"{kind}: {name}"
         for draft, proposal in measured["drafts"].items():
             check_drafts(f"{kind}: {draft}", proposal, at_once=draft in ("dflash", "plain"), plain=draft == "narrow")
+
+
+def check_refusals(said: list[str], size: int) -> None:
+    """Every rank says the same of a call that is not the same on all; the last one of them is, and runs."""
+    ways = ("prompt", "the number of prompts", "sampling", "max_new_tokens", "page_size", "eos", "rows")
+    last = {"the number of prompts", "page_size", "rows"}
+    for text, way in zip(said, ways, strict=False):
+        rank = size - 1 if way in last else 1
+        assert text.startswith(f"ranks 0 and {rank} of {size} were given what differs in {way};"), text
+    assert said[len(ways) : -1] == ["one refused"] * 2
+    assert said[-1].count(",") == 1
 
 
 def check_drafts(name: str, proposal: dict[str, Any], at_once: bool, plain: bool) -> None:
@@ -58,11 +71,14 @@ def check_drafts(name: str, proposal: dict[str, Any], at_once: bool, plain: bool
 
 
 def test_a_rank_that_dies_is_reported(tmp_path: Path) -> None:
-    """The others end with an error that names the group, well within the time that they would wait."""
-    (code, said), (dead, _) = launch(2, ["-m", "tests.sharding.worker", str(tmp_path), "gemma3"], limit=90, DIES="1")
+    """The other ends with an error that names the group, well within the time that it would wait; captured too."""
+    (code, said), (dead, _) = launch(2, ["-m", "tests.sharding.worker"], limit=90, DIES="1")
     assert dead == 3
     assert code == 1
-    assert "did not answer" in said, said
+    captured, _, rest = said.partition("|")
+    assert captured.startswith("a captured program: a rank did not answer"), said
+    assert "partly overwritten by a captured call that failed" in rest.splitlines()[0]
+    assert "CollectiveError: all_reduce: a rank of group" in rest, said
 
 
 def test_the_command_line_on_two_ranks(tmp_path: Path) -> None:

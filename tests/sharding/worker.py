@@ -70,7 +70,7 @@ def compared(kind: str, model: fm.Model, params: Any, ranks: trees.Ranks) -> dic
         "drafts": {} if ranks.whole_experts else dict(drafted(kind, model, params, own, held)),
         "captured": captured(own, held) if kind in CAPTURED else 0.0,
         "ops": sorted({row.op for row in report.rows} & {"all_reduce", "all_gather"}),
-        "agreed": agreed(kind, own, held, ranks),
+        "refused": refused(own, held, ranks) if kind == "gemma3" else [],
         "first logits": mine[0][0].flatten()[:50].tolist(),
     }
 
@@ -205,10 +205,27 @@ def exchanged(run: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
     return found, {"agreed": sum(op == "from_first" for op, _ in seen), "widest": max(widths, default=0)}
 
 
-def agreed(kind: str, model: fm.Model, params: Any, ranks: trees.Ranks) -> list[int]:
-    """Tokens drawn by a seed that is each rank's own: all of them follow the first."""
-    draft = "mtp" if kind in HEADS else "none"
-    return fm.generate(model, params, [[3, 4]], 6, draft=draft, sampling=fm.Sampling(1.0, seed=ranks.rank))[0].tokens
+def refused(model: fm.Model, params: Any, ranks: trees.Ranks) -> list[str]:
+    """What is said of calls that are not the first rank's, and of one that the second rank refuses; then one runs."""
+    mine, last = ranks.rank, ranks.rank == ranks.size - 1
+    calls: list[dict[str, Any]] = [
+        {"prompts": [[3, 4 + mine]]}, {"prompts": [[3, 4]] * (1 + last)}, {"sampling": fm.Sampling(1.0, seed=mine)},
+        {"max_new_tokens": 3 + mine}, {"page_size": 4 + last}, {"eos": (mine,)}, {"rows": 2 - last},
+        {"prompts": [[3, 10**6]] if last else [[3]]}, {"stop": 5 if last else ()}, {},
+    ]  # fmt: skip
+    said = []
+    for call in calls:
+        try:
+            found = fm.generate(model, params, **{"prompts": [[3, 4]], "max_new_tokens": 2} | call)
+            said.append(str(found[0].tokens))
+        except (ValueError, TypeError) as error:
+            theirs = f"rank {ranks.size - 1} of {ranks.size} has refused" in str(error)
+            said.append(
+                "one refused"
+                if theirs or "outside the vocabulary" in str(error) or "stop" in str(error)
+                else str(error)
+            )
+    return said
 
 
 def captured(model: fm.Model, params: Any) -> float:
@@ -224,10 +241,27 @@ def captured(model: fm.Model, params: Any) -> float:
     return worst
 
 
+@torch.no_grad()
+def bereft(dies: int) -> None:
+    """Steps of a model whose rank number `dies` ends after the first: captured, which says so, and plain."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    ranks = fm.ranks_of(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)))
+    model, params = whole("gemma3")
+    own, held = model.sharded(ranks), trees.shard(params, model.whole_spec(), ranks)
+    step = lowering.jit(own.forward, donate=("state",), backend="fx")
+    _, state = step(held, own.init_state(1, 8), fm.Batch.from_lists([[3]]))
+    if ranks.rank == dies:
+        os._exit(3)
+    try:
+        step(held, state, fm.Batch.from_lists([[4]]))
+    except lowering.CollectiveError as error:
+        print(error, "|", repr(state))
+    own.forward(held, None, fm.Batch.from_lists([[5]]))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if os.environ.get("DIES") == os.environ["RANK"]:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-        init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-        os._exit(3)
-    main(Path(sys.argv[1]), sys.argv[2:])
+    if "DIES" in os.environ:
+        bereft(int(os.environ["DIES"]))
+    else:
+        main(Path(sys.argv[1]), sys.argv[2:])
