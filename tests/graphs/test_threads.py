@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import FrameType
 from typing import Any, TypeVar
 
 import pytest
@@ -12,6 +16,8 @@ import torch
 
 import funcmodels as fm
 import lowering
+from funcmodels.pages import Lease, PagePool
+from lowering.policy import Mode, Policy
 from tests.sharding.kinds import KINDS, whole
 
 T = TypeVar("T")
@@ -29,16 +35,26 @@ def restless() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def at_once(work: Callable[[int], T]) -> list[T]:
-    """What `work` gives in each of eight threads that begin together; the error of any of them."""
+def at_once(work: Callable[[int], T], each_line: bool = False) -> list[T]:
+    """What `work` gives in each of eight threads that begin together; the error of any of them.
+
+    With `each_line` they take turns at every line of Python.
+    """
     ready, found, errors = threading.Barrier(THREADS), dict[int, T](), list[BaseException]()
+
+    def turn(frame: FrameType, event: str, argument: Any) -> Any:
+        time.sleep(0)
+        return turn
 
     def run(number: int) -> None:
         ready.wait()
         try:
+            sys.settrace(turn if each_line else None)
             found[number] = work(number)
         except BaseException as error:  # to be raised where a test sees it
             errors.append(error)
+        finally:
+            sys.settrace(None)
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(THREADS)]
     for thread in threads:
@@ -61,7 +77,6 @@ def test_threads_that_generate_with_one_model_capture_and_replay_what_one_does()
 
     captured = at_once(lambda number: tokens(number, "fx"))
     assert captured == [tokens(number, None) for number in range(THREADS)]
-    assert len({id(program) for program in vars(model)["_captured"].values()}) == 1
 
 
 @pytest.mark.compile
@@ -88,3 +103,41 @@ def test_threads_that_share_a_compiled_step_get_what_one_does() -> None:
 
     assert at_once(compiled) == [tokens(number, model.forward) for number in range(THREADS)]
     assert len(step._graphs) == 1
+
+
+def test_threads_share_the_pages_of_one_pool() -> None:
+    """More of them than it has pages for: a thread gets all that it asks for or none, and no page is lost."""
+    pool = PagePool(2 * THREADS - 1, owned=False)
+
+    def work(number: int) -> None:
+        for _ in range(20):
+            try:
+                lease = Lease(pool, pool.take(2))
+            except fm.OutOfPages:
+                continue
+            assert [pool.references(page) for page in lease.pages] == [1, 1]
+
+    at_once(work, each_line=True)
+    assert sorted(pool.take(pool.pages)) == list(range(1, pool.pages + 1))
+
+
+def test_policies_that_threads_make_at_once_are_told_apart() -> None:
+    made = at_once(lambda number: [Mode(Policy({"rms_norm": f"{number} {at}"})).key for at in range(3)], each_line=True)
+    assert len({key for keys in made for key in keys}) == THREADS * 3
+
+
+def test_nothing_is_traced_here_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace takes no pages; Torch's own flag is that of the process."""
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    model, params = whole("gemma3")
+    state = model.init_state(1, 8, page_size=4, pages=2)
+    _, state = model.forward(params, state, fm.Batch.from_lists([[3, 5]], state))
+    assert state.host.leases[0].pool.free == 1
+
+
+def test_a_report_counts_what_runs_in_copies_of_its_context() -> None:
+    run = partial(lowering.ops.rms_norm, torch.ones(2, 4), torch.ones(4), eps=1e-6)
+    with lowering.record() as report:
+        contexts = [contextvars.copy_context() for _ in range(THREADS)]
+    at_once(lambda number: contexts[number].run(run), each_line=True)
+    assert [(row.op, row.count) for row in report.rows] == [("rms_norm", THREADS)]
