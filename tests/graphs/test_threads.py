@@ -8,20 +8,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
 import pytest
 import torch
+from torch import Tensor
 
 import funcmodels as fm
 import lowering
 from funcmodels.pages import Lease, PagePool
+from lowering import graphs
+from lowering.graphs.cuda import CudaGraphs
 from lowering.policy import Mode, Policy
+from tests.graphs.test_cuda_graph import CudaDouble
+from tests.oracle.states import ROUNDING
 from tests.sharding.kinds import KINDS, whole
+from tests.tolerances import assert_close
 
 T = TypeVar("T")
 THREADS, REQUESTS = 8, 50
+SMALL = KINDS["gemma3"] | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+OURS = tuple(str(Path(module.__file__ or "").parent) for module in (fm, lowering))
 
 pytestmark = pytest.mark.plain
 
@@ -35,14 +44,16 @@ def restless() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def at_once(work: Callable[[int], T], each_line: bool = False) -> list[T]:
-    """What `work` gives in each of eight threads that begin together; the error of any of them.
+def at_once(work: Callable[[int], T], each_line: bool = False, count: int = THREADS) -> list[T]:
+    """What `work` gives in each of `count` threads that begin together; the error of any of them.
 
-    With `each_line` they take turns at every line of Python.
+    With `each_line` they take turns at every line of our Python.
     """
-    ready, found, errors = threading.Barrier(THREADS), dict[int, T](), list[BaseException]()
+    ready, found, errors = threading.Barrier(count), dict[int, T](), list[BaseException]()
 
     def turn(frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(OURS):
+            return None
         time.sleep(0)
         return turn
 
@@ -56,19 +67,20 @@ def at_once(work: Callable[[int], T], each_line: bool = False) -> list[T]:
         finally:
             sys.settrace(None)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(THREADS)]
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if errors:
         raise errors[0]
-    return [found[number] for number in range(THREADS)]
+    return [found[number] for number in range(count)]
 
 
 def test_threads_that_generate_with_one_model_capture_and_replay_what_one_does() -> None:
     """All of them begin with nothing captured, and go through the same programs."""
-    model, params = whole("gemma3")
+    model = fm.build(SMALL)
+    params = model.init_params()
 
     def tokens(number: int, backend: str | None) -> list[list[int]]:
         prompts = [[1 + (number * 7 + at) % 60, 5] for at in range(REQUESTS)]
@@ -84,8 +96,7 @@ def test_threads_that_generate_with_one_model_capture_and_replay_what_one_does()
 @pytest.mark.filterwarnings("ignore::lowering.RecaptureWarning")
 @torch.no_grad()
 def test_threads_that_share_a_compiled_step_get_what_one_does() -> None:
-    fields = KINDS["gemma3"] | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
-    model = fm.build(fields)
+    model = fm.build(SMALL)
     params = model.init_params()
     step = lowering.jit(model.forward, donate=("state",), backend="inductor")
 
@@ -102,6 +113,32 @@ def test_threads_that_share_a_compiled_step_get_what_one_does() -> None:
             return tokens(number, step)
 
     assert at_once(compiled) == [tokens(number, model.forward) for number in range(THREADS)]
+    assert len(step._graphs) == 1
+
+
+@pytest.mark.parametrize(("backend", "count"), [("fx", 8), ("cuda", 2)])
+@pytest.mark.filterwarnings("ignore::lowering.RecaptureWarning")
+def test_replays_in_many_threads(backend: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with states of its own, which graphs of a device move to the memory of a capture."""
+    monkeypatch.setitem(graphs.BACKENDS, "cuda", lambda: CudaGraphs(CudaDouble(), "cpu"))
+    model = fm.build(SMALL)
+    params = model.init_params()
+    step = lowering.jit(model.forward, donate=("state",), backend=backend)
+    pools = model.init_state(1, 8, pages=2 * THREADS, page_size=4)
+
+    def logits(number: int, run: Callable[..., Any]) -> list[Tensor]:
+        state, found = fm.fork(pools), []
+        for at in range(3):
+            with torch.no_grad():
+                out, state = run(params, state, fm.Batch.from_lists([[number + at]], state))
+            found.append(out.logits)
+        return found
+
+    for mine, right in zip(
+        at_once(lambda number: logits(number, step), True, count),
+        [logits(number, model.forward) for number in range(count)], strict=True,
+    ):  # fmt: skip
+        assert_close(mine, right, looser=5, reason=ROUNDING)
     assert len(step._graphs) == 1
 
 
