@@ -128,7 +128,7 @@ def context_entries(
     assert kv is not None
     context = normalised(params.hidden_norm, project(params.fc, features), eps=eps)
     sizes = {"layers": config.num_hidden_layers, "dim": config.head_dim, "two": 2}
-    both = project(kv, context)
+    both = project(exactly(kv, Linear), context)
     k, v = rearrange(both, "tokens (layers two heads dim) -> two tokens layers heads dim", **sizes)
     norms = [layer.attn.k_norm for layer in params.layers]
     k = torch.cat([normalised(norm, k[:, layer], eps=eps) for layer, norm in enumerate(norms)], 1)

@@ -70,7 +70,7 @@ def corrected(
     `base` may have fewer tokens than the head, whose last ones are then padding.
     """
     passed, memory = looked_up(params, hidden, before, memory)
-    return rounded_sum(base, project(params.w2, passed)), memory
+    return rounded_sum(base, project(exactly(params.w2, Linear), passed)), memory
 
 
 def looked_up(

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import funcmodels as fm
 import lowering
@@ -66,6 +68,26 @@ def test_context_and_drafts_are_those_of_the_formulas(variant: str, seed: int) -
         close(fm.logical(dstate, row), formula.entries())
         assert params.equal(fm.logical(after, row), fm.logical(dstate, row))
         assert proposal.tokens[row].tolist() == formula.drafts(1)[0]
+
+
+@pytest.mark.parametrize(("variant", "norm"), [("plain", Qwen3RMSNorm), ("gemma", Gemma3RMSNorm)])
+def test_keys_of_the_context_are_rounded_as_keys_of_a_block(variant: str, norm: Any) -> None:
+    """In bfloat16, to the bit: by transformers' own norm of each head, whatever the tokens around it are."""
+    one, generator = drafter(variant, 2).draft, torch.Generator().manual_seed(3)
+    own, config = params.to(one.params, dtype=torch.bfloat16), one.config
+    features = torch.randn(40, own.fc.weight.shape[1], generator=generator).bfloat16()
+    cos, sin = torch.ones(40, config.head_dim // 2), torch.zeros(40, config.head_dim // 2)
+    k, v = block.context_entries(config, own, features, (cos, sin))
+    unit = norm(config.hidden_size, eps=config.rms_norm_eps).bfloat16()
+    heads = norm(config.head_dim, eps=config.rms_norm_eps).bfloat16()
+    unit.weight.copy_(own.hidden_norm.weight)
+    context, kv_rows = unit(features @ own.fc.weight.T), config.num_key_value_heads * config.head_dim
+    for layer, node in enumerate(own.layers):
+        heads.weight.copy_(node.attn.k_norm.weight)
+        theirs_k, theirs_v = (
+            (context @ node.attn.qkv.weight[-2 * kv_rows :].T).unflatten(1, (2, -1, config.head_dim)).unbind(1)
+        )
+        assert torch.equal(k[:, layer], heads(theirs_k)) and torch.equal(v[:, layer], theirs_v)
 
 
 @variants
