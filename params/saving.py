@@ -19,7 +19,7 @@ from params.files import listed
 from params.names.rules import Names
 from params.quant.description import FILE, written
 from params.quant.packed import SECTION, written_section
-from params.quant.stored import QuantizedNames, of_tree
+from params.quant.stored import QuantizedNames, group_sizes, of_tree
 from params.tree import items
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", FILE)
@@ -68,7 +68,7 @@ def save(
     if len(shards) > 1:
         writers[f"{stem}.safetensors.index.json"] = _text(_index(shards))
     if words is not None:
-        writers[FILE] = _text(written(words))
+        writers[FILE] = _text(written(words, group_sizes(tree)))
     weights = set(writers)
     writers |= {name: _bytes(content) for name, content in (beside or {}).items()}
     writers["config.json"] = _text(settings)
