@@ -54,8 +54,8 @@ def load(
     `params.quant`, in the checkpoint's own form; and so are those that are packed as `config.json` then says.
     Floating-point leaves get `dtype` or (`None`) the one they are stored in, and no less than their spec pins (see
     `widened`); other dtypes are never converted. `tensors` is an earlier `tensor_names(path)`, to read the headers
-    once. `progress` shows a bar when standard error is a terminal. `tables` says where the leaves go that are read by rows: with "file"
-    they are mapped and keep the dtype they are stored in.
+    once. `progress` shows a bar when standard error is a terminal. `tables` says where the leaves go that are read by
+    rows: with "file" they are mapped and keep the dtype they are stored in.
 
     One `CheckpointError` lists every missing, unexpected, misshapen, wrongly typed or doubled tensor; nothing is
     loaded in part. Memory: the result and about a megabyte. The result shares nothing with the files, but for mapped
