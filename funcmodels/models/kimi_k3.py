@@ -1,7 +1,8 @@
 """Kimi-K3: delta attention beside gated latent attention without rope, experts in a latent, and attention residuals.
 
 Text model. In place of a residual stream each sublayer reads a mean of sums of the outputs before it; see
-`funcmodels.blocks.attention_residual`. The state is Kimi Linear's.
+`funcmodels.blocks.attention_residual`. The state is Kimi Linear's. What is added in norms is as in the authors'
+`modeling_kimi_linear.py` (moonshotai/Kimi-K3 at c5d1dd4c428b).
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ from ..blocks.mlp import (
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state import Entry, State
 from ..step import Step, begin, finish
-from .kimi_k3_config import DELTA_NORM_EPS, KimiK3Config, is_kimi_k3, read_config
+from .kimi_k3_config import KimiK3Config, is_kimi_k3, read_config
 from .kimi_linear import init_entries, tap_names
+from .kimi_linear_config import LATENT_EPS
 
 __all__ = ["KimiK3Config", "KimiK3Params", "forward", "init_entries", "is_kimi_k3", "param_spec", "read_config"]
 
@@ -181,11 +183,11 @@ def _attend(
 ) -> tuple[Float[Tensor, "tokens hidden"], Entry | None]:  # fmt: skip
     if isinstance(params, KimiDelta):
         past, bound = step.past(index, DeltaNetState), float(config.gate_lower_bound)
-        return kimi_delta(params, x, past, step, eps=DELTA_NORM_EPS, lower_bound=bound)
+        return kimi_delta(params, x, past, step, eps=config.rms_norm_eps, lower_bound=bound)
     return latent_attention(
         params, x, step.past(index, LatentPages), step, None,
         heads=config.num_attention_heads, nope_dim=config.qk_nope_head_dim, rope_dim=config.qk_rope_head_dim,
-        v_dim=config.v_head_dim, scale=config.softmax_scale, eps=config.rms_norm_eps, gated=True,
+        v_dim=config.v_head_dim, scale=config.softmax_scale, eps=LATENT_EPS, gated=True,
     )  # fmt: skip
 
 
