@@ -199,8 +199,6 @@ class Model:
         `dtype` is that of pages and convolution windows (the default dtype if None), `recurrent_dtype` that of
         delta-rule matrices (float32 if None); both are float64 by default where the model was loaded so. `pages` makes
         a shared pool of that many pages of `page_size` tokens; by default every row owns enough for `max_len`. A
-        delta-rule matrices (float32 if None); both are float64 by default where the model was loaded so. `pages` makes
-        a shared pool of that many pages of `page_size` tokens; by default every row owns enough for `max_len`. A
         `checked` state also looks up that its pages hold its own tokens, at the price of a host read a forward.
         `layout` is that of pages of latents, "nd" for plain and "nz" for Ascend's tiled ones; by default it follows the
         target in force.

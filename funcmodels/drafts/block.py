@@ -295,20 +295,24 @@ class BlockDraft(abc.ABC):
         check_carry(state, carry)
         check_noise(state, noise)
         both = self.joined(params)
-        x = self.embed(both, carry.token) if embedded is None else embedded
-        check_embedded(x, (state.rows, self.config.block, self.config.hidden_size), both.draft.norm.weight.dtype)
-        hidden, after = self._block(both, state, carry.token, x)
+        hidden, after = self.hidden(both, state, carry, embedded)
         first = 0 if self.config.from_anchor else 1
-        hidden = hidden.unflatten(0, (state.rows, -1))[:, first : first + steps]
+        hidden = hidden[:, first : first + steps]
         tokens, laws = self._chosen(both, hidden, carry.token, state.lengths, noise)
         return Proposal(carry.token, tokens, state.lengths, laws), rewound(after, state)
 
-    def _block(
-        self, both: DraftedParams, state: State, root: Int[Tensor, " rows"], x: Float[Tensor, "rows block hidden"]
-    ) -> tuple[Float[Tensor, "tokens hidden"], State]:
-        """The draft's hidden states of a block a row, embedded as `x`, and the state with the block in it."""
-        own = both.draft
-        batch = Batch.from_tokens(self._tokens(root).flatten(), [self.config.block] * state.rows, state)
+    def hidden(
+        self, params: Any, state: State, carry: Carry, embedded: Float[Tensor, "rows block hidden"] | None = None
+    ) -> tuple[Float[Tensor, "rows block hidden"], State]:
+        """The draft's hidden states of a block a row, behind its final norm, and the state with the block in it.
+
+        What goes on from the block's tokens goes on from `state`, whose length does not count them. `embedded` is that of
+        `propose`.
+        """
+        both = self.joined(params)
+        own, x = both.draft, self.embed(both, carry.token) if embedded is None else embedded
+        check_embedded(x, (state.rows, self.config.block, self.config.hidden_size), own.norm.weight.dtype)
+        batch = Batch.from_tokens(self._tokens(carry.token).flatten(), [self.config.block] * state.rows, state)
         step = begin(state, batch)
         entries: list[KeyValuePages | None] = []
 
@@ -320,7 +324,7 @@ class BlockDraft(abc.ABC):
         hidden = block_hidden(self.config, own, x.flatten(0, 1), angles_at(self.config, step.positions), attend)
         after = finish(step, entries)
         assert after is not None
-        return hidden, after
+        return hidden.unflatten(0, (state.rows, -1)), after
 
     def _attend(self, layer: int, q: Tensor, pages: KeyValuePages, step: Step) -> Tensor:
         held = (q, pages.k, pages.v, step.page_table, step.lengths)

@@ -90,6 +90,28 @@ def test_keys_of_the_context_are_rounded_as_keys_of_a_block(variant: str, norm: 
         assert torch.equal(k[:, layer], heads(theirs_k)) and torch.equal(v[:, layer], theirs_v)
 
 
+def test_a_block_has_hidden_states_of_its_own() -> None:
+    """From hidden values alone the context is made; a block's states, through the head, are what is proposed of it."""
+    one = drafter("dflash", 0)
+    ids, model = tokens(one.one, 5, 3, seed=1), one.one.params
+    _, dstate, carry, out = begun(one, ids)
+    batch = fm.Batch.from_lists(ids)
+    following = fm.next_tokens(batch, carry.token)
+    again, _ = one.draft.extend(
+        model,
+        one.draft.init_state(one.one.model.init_state(2, 40)),
+        fm.Output.of(out.hidden, out.extra),
+        batch,
+        following,
+    )
+    assert all(params.equal(fm.logical(again, row), fm.logical(dstate, row)) for row in range(2))
+    hidden, _ = one.draft.hidden(model, dstate, carry)
+    assert hidden.shape == (2, one.draft.config.block, one.draft.config.hidden_size)
+    proposal, _ = one.draft.propose(model, dstate, carry, one.draft.most_steps)
+    logits = hidden[:, 1:] @ (model.embed.weight if model.head is None else model.head.weight).T
+    assert torch.equal(proposal.tokens, logits.argmax(-1))
+
+
 @variants
 def test_laws_are_those_of_the_formulas(variant: str, seed: int) -> None:
     """Each drawn draft brings the softmax of its place's logits over temperature, given the tokens drawn before."""
