@@ -306,8 +306,7 @@ class BlockDraft(abc.ABC):
     ) -> tuple[Float[Tensor, "rows block hidden"], State]:
         """The draft's hidden states of a block a row, behind its final norm, and the state with the block in it.
 
-        What goes on from the block's tokens goes on from `state`, whose length does not count them. `embedded` is that of
-        `propose`.
+        Go on from `state`, whose length does not count the block's tokens. `embedded` is that of `propose`.
         """
         both = self.joined(params)
         own, x = both.draft, self.embed(both, carry.token) if embedded is None else embedded
