@@ -96,7 +96,8 @@ def tree(cls: type[T]) -> type[T]:
 
 
 def _check_extended(cls: type) -> None:
-    for base in filter(dataclasses.is_dataclass, cls.__mro__[1:]):
+    bases: list[Any] = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
+    for base in bases:
         known = {field.name for field in dataclasses.fields(base)}
         added = [field.name for field in dataclasses.fields(cls) if field.name not in known]
         if added and not getattr(base, "by_kind", False):

@@ -116,7 +116,8 @@ def _init(config: BlockConfig) -> Init:
 def with_context(params: BlockParams) -> BlockParams:
     """The parameters with `context`, to draft with."""
     layers: list[Any] = [layer.attn for layer in params.layers]  # plain weights: a draft is loaded unquantised
-    rows = [exactly(attn.qkv, Linear).weight[attn.out.weight.shape[1] :] for attn in layers]
+    weights: list[Any] = [exactly(attn.qkv, Linear).weight for attn in layers]
+    rows = [weight[attn.out.weight.shape[1] :] for weight, attn in zip(weights, layers, strict=True)]
     return put(params, "context", Linear(torch.cat(rows)))
 
 

@@ -134,7 +134,7 @@ def test_a_norm_is_what_its_node_says(family: str) -> None:
 def test_a_block_draft_refuses_what_it_does_not_read(variant: str) -> None:
     """Where it reads a bias the tokens' law changes."""
 
-    def law(own: Any) -> Tensor | None:
+    def law(own: Any) -> Any:
         draft = type(one.draft)(one.one.model, one.draft.config, own)
         changed = block_drafts.Drafter(one.one, draft, one.fields, one.tensors)
         noise = fm.DraftNoise(fm.RowSampling.of([fm.Sampling(1.0)]), torch.arange(1))
