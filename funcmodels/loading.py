@@ -44,7 +44,8 @@ def load(
     With a `mesh` of one axis each of its ranks reads its own part of the parameters: heads, slices of feed-forward
     layers and of experts, rows of token tables. `ranks_of(mesh, whole_experts=True)` shares out experts whole instead.
 
-    `dtype` is that of the parameters, except for those a family pins; `None` keeps the stored ones. A draft head is
+    `dtype` is that of the parameters, except for those that a family wants in float32 at least; `None` keeps the stored
+    ones. With float64 all is float64, states of the model too unless they are asked for otherwise. A draft head is
     loaded where the checkpoint has one. `tables` says where a large table that is read by rows goes: beside the other
     parameters, on the "host", or with "file" nowhere, so that rows are read from the checkpoint's files. Raises
     `CheckpointError` or `ConfigError`; nothing is loaded in part.
@@ -57,7 +58,7 @@ def load(
         directory, spec, names, dtype=dtype, device=device, tensors=tensors, tables=tables, ranks=model.ranks
     )
     unread = checkpoints.Unread.of(directory, tensors, names, [path for path, _ in checkpoints.items(spec)])
-    return replace(model, unread=unread), params
+    return replace(model, unread=unread, dtype=params.embed.weight.dtype), params
 
 
 def without_weights(
@@ -71,10 +72,10 @@ def without_weights(
     directory = directory_of(path_or_hub_id)
     if is_quantized_checkpoint(directory):
         directory, tensors, model = open_checkpoint(path_or_hub_id)
-        spec = checkpoints.quantized_spec(directory, model.whole_spec(), model.family.names, tensors)
+        spec = checkpoints.quantized_spec(directory, model.whole_spec(dtype), model.family.names, tensors)
     else:
         model = build(directory)
-        spec = model.whole_spec()
+        spec = model.whole_spec(dtype)
     params = checkpoints.init(spec, dtype=dtype, device="meta")
     if schemes:
         # Ranges are values, which nothing here has.

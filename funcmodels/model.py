@@ -24,6 +24,7 @@ from params.names import kimi_linear as kimi_linear_names
 from params.names import qwen3_5 as names
 from params.names import qwen3_8_flash_next as flash_next_names
 from params.sharding import Ranks
+from params.spec import widened
 
 from . import state as states
 from .batch import Batch, check_ids
@@ -127,8 +128,8 @@ class Model:
     """A family and a config. Holds no tensors: parameters and state are passed in.
 
     `tokenizer` is that of the checkpoint it was loaded from, if it was, and `unread` what of it no model here reads.
-    With `ranks` it is one rank's part of a model that several share: parameters and states are the rank's own, logits
-    and hidden states the whole's.
+    `dtype` is that of the parameters; states are in float64 where these are. With `ranks` it is one rank's part of a
+    model that several share: parameters and states are the rank's own, logits and hidden states the whole's.
     """
 
     family: Family
@@ -137,6 +138,7 @@ class Model:
     tokenizer: Tokenizer | None = None
     unread: checkpoints.Unread | None = None
     ranks: Ranks | None = None
+    dtype: torch.dtype | None = None
 
     def __repr__(self) -> str:
         return f"Model({self.config!r})"
@@ -146,14 +148,17 @@ class Model:
 
         `dtype` is entered where a leaf pins none, which makes the tree stand for parameters of that dtype.
         """
-        spec = self.whole_spec()
+        spec = self.whole_spec(dtype)
         if self.ranks is not None:
             spec, _ = checkpoints.sharded(spec, self.family.names, dict(checkpoints.items(spec)), self.ranks)
         return spec if dtype is None else checkpoints.map(lambda leaf: replace(leaf, dtype=leaf.dtype or dtype), spec)
 
-    def whole_spec(self) -> Any:
-        """The parameter tree of all ranks together, with a `TensorSpec` at each leaf."""
-        return self.family.param_spec(self.config)
+    def whole_spec(self, dtype: torch.dtype | None = None) -> Any:
+        """The parameter tree of all ranks together, with a `TensorSpec` at each leaf.
+
+        What leaves pin is the least for parameters of `dtype`: they too are float64 where these are.
+        """
+        return widened(self.family.param_spec(self.config), dtype)
 
     @cached_property
     def local(self) -> Any:
@@ -175,7 +180,7 @@ class Model:
 
     def init_params(self, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
         """Random parameters, the same for the same seed whatever else the tree holds, and for any number of ranks."""
-        whole = self.whole_spec()
+        whole = self.whole_spec(dtype)
         made = checkpoints.init(whole, seed, dtype, device)
         return made if self.ranks is None else checkpoints.shard(made, whole, self.ranks)
 
@@ -195,10 +200,11 @@ class Model:
         """A state of `rows` empty rows, each of at most `max_len` tokens.
 
         `dtype` is that of pages and convolution windows (the default dtype if None), `recurrent_dtype` that of
-        delta-rule matrices (float32 if None). `pages` makes a shared pool of that many pages of `page_size` tokens;
-        by default every row owns enough for `max_len`. A `checked` state also looks up that its pages hold its
-        own tokens, at the price of a host read a forward. `layout` is that of pages of latents, "nd" for plain and "nz"
-        for Ascend's tiled ones; by default it follows the target in force.
+        delta-rule matrices (float32 if None); both are float64 by default where the model was loaded so. `pages` makes
+        a shared pool of that many pages of `page_size` tokens; by default every row owns enough for `max_len`. A
+        `checked` state also looks up that its pages hold its own tokens, at the price of a host read a forward.
+        `layout` is that of pages of latents, "nd" for plain and "nz" for Ascend's tiled ones; by default it follows the
+        target in force.
         """
         for name, value in (("rows", rows), ("max_len", max_len), ("page_size", page_size), ("pages", pages)):
             if value is not None or name != "pages":
@@ -206,7 +212,8 @@ class Model:
         device = torch.device("cpu" if device is None else device)
         owned = pages is None
         pool = PagePool(rows * -(-max_len // page_size) if pages is None else pages, owned)
-        kinds = (dtype or torch.get_default_dtype(), recurrent_dtype or torch.float32)
+        wide = torch.float64 if self.dtype == torch.float64 else None
+        kinds = (dtype or wide or torch.get_default_dtype(), recurrent_dtype or wide or torch.float32)
         for kind in kinds:
             if not isinstance(kind, torch.dtype):
                 raise TypeError(f"init_state: dtype and recurrent_dtype must be a torch.dtype, found {kind!r}")

@@ -31,6 +31,14 @@ class Output:
     hidden: Float[Tensor, "tokens hidden"]
     extra: dict[str, Any]
 
+    @classmethod
+    def of(cls, hidden: Float[Tensor, "tokens hidden"], extra: dict[str, Any] | None = None) -> Output:
+        """Hidden states that something else has made, without logits: what the `extend` of a draft takes.
+
+        `extra` are the values that the draft's `outputs` name.
+        """
+        return cls(hidden.new_zeros(0, 0), hidden, extra or {})
+
 
 def cut(out: Output, tokens: int, logits: LogitsOf) -> Output:
     """The output of a padded batch with what belongs to its first `tokens` tokens only."""

@@ -381,6 +381,7 @@ def _mixtures() -> list[Case]:
         Case("experts", "caps", _experts(6, 32, 8, 16, 2, caps=(0.5, 0.25)), 32),
         Case("experts", "gate_cap", _experts(2, 24, 7, 9, 3, caps=(0.5, None)), 24),
         Case("experts", "empty", _experts(0, 24, 5, 7, 2), 24),
+        Case("experts", "many_choices", _experts(512, 512, 12, 8, 4), 512),
         Case("experts", "prompt_512", _experts(512, 256, 16, 64, 2), 256, bench=True),
     ]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from params.errors import CheckpointError
 from params.files import StoredTensor, listed, resolve, tensor_names
 from params.mapped import MappedRows, mapped
-from params.matching import Plan, match, shown
+from params.matching import Plan, match, shown, widest
 from params.modes import lasting
 from params.names.rules import Names
 from params.quant.schemes import described
@@ -28,7 +28,7 @@ from params.quant.stored import ZEROS, of_tree, zero_offsets
 from params.reading import Job, read_all, same_bytes, small
 from params.sharded import sharded
 from params.sharding import Ranks
-from params.spec import Constant, constants
+from params.spec import Constant, constants, widened
 from params.tree import describe, dotted, items
 
 T = TypeVar("T")
@@ -54,10 +54,10 @@ def load(
 
     Where a `quant_model_description.json` lies beside them, the projections that it calls quantised are values of
     `params.quant`, in the checkpoint's own form; and so are those that are packed as `config.json` then says.
-    Floating-point leaves get the dtype their spec pins, else `dtype`, else (`None`) the one they are stored in; other
-    dtypes are never converted. `tensors` is an earlier `tensor_names(path)`, to read the headers once. `progress`
-    shows a bar when standard error is a terminal. `tables` says where the leaves go that are read by rows: with "file"
-    they are mapped and keep the dtype they are stored in.
+    Floating-point leaves get `dtype` or (`None`) the one they are stored in, and no less than their spec pins (see
+    `widened`); other dtypes are never converted. `tensors` is an earlier `tensor_names(path)`, to read the headers
+    once. `progress` shows a bar when standard error is a terminal. `tables` says where the leaves go that are read by
+    rows: with "file" they are mapped and keep the dtype they are stored in.
 
     One `CheckpointError` lists every missing, unexpected, misshapen, wrongly typed or doubled tensor; nothing is
     loaded in part. Memory: the result and about a megabyte. The result shares nothing with the files, but for mapped
@@ -67,6 +67,7 @@ def load(
         raise ValueError(f"tables={tables!r}: give 'device', 'host' or 'file'")
     directory = resolve(path)
     stored = tensor_names(directory) if tensors is None else tensors
+    spec = widened(spec, dtype or widest(stored.values()))
     wholes = dict(items(spec))
     quantized = described(directory, spec, names, stored)
     quantized.check(directory)
@@ -106,6 +107,7 @@ def from_checkpoint(
     device: torch.device | str = "cpu",
 ) -> T:
     """The tree of a state dict, with the checks and dtype rules of `load`. Values are copied and detached."""
+    spec = widened(spec, dtype or widest(tensors.values()))
     plan = match(spec, names, tensors, dtype)
     plan.check("state dict")
     for name, source in plan.repeats:

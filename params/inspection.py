@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from params.files import read_config, resolve, tensor_names
-from params.matching import match, shown
+from params.matching import match, shown, widest
 from params.names.rules import Names
 from params.quant.schemes import described
+from params.spec import widened
 from params.tree import describe, size
 
 
@@ -80,7 +81,7 @@ def inspect(path: str | Path, spec: Any, names: Names, *, dtype: torch.dtype | N
     """
     directory = resolve(path)
     stored = tensor_names(directory)
-    quantized = described(directory, spec, names, stored)
+    quantized = described(directory, widened(spec, dtype or widest(stored.values())), names, stored)
     plan = match(quantized.spec, quantized.names, stored, dtype)
     notes = {problem.name: problem for problem in plan.problems}
     placed = {placement.name: placement for placement in plan.placements}

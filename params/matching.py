@@ -249,6 +249,11 @@ def _dtypes(
     return {path: leaf.dtype or model for path, leaf in leaves.items()} | chosen, problems
 
 
+def widest(tensors: Iterable[Shaped]) -> torch.dtype | None:
+    """The dtype that pins give way to where leaves keep their own: float64 if anything is stored so."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else None
+
+
 def _unfit(stored: torch.dtype, wanted: torch.dtype, kept: bool) -> str | None:
     """Why a tensor of dtype `stored` may not fill a leaf of dtype `wanted`."""
     if wanted in CASTABLE or kept:

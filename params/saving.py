@@ -21,7 +21,7 @@ from params.files import FLOAT_STEM, NAMED, QUANTIZED_STEM, StoredTensor, listed
 from params.names.rules import Names
 from params.quant.description import FILE, FLOAT, written
 from params.quant.packed import SECTION, written_section
-from params.quant.stored import QuantizedNames, of_tree
+from params.quant.stored import QuantizedNames, group_sizes, of_tree
 from params.reading import small
 from params.tree import items
 from params.unread import Unread
@@ -73,7 +73,7 @@ def save(
     if len(shards) > 1:
         writers[f"{stem}.safetensors.index.json"] = _text(_index(shards))
     if described:
-        writers[FILE] = _text(written(words))
+        writers[FILE] = _text(written(words, group_sizes(tree)))
     weights = set(writers)
     writers |= {name: partial(shutil.copyfile, source) for name, source in (beside or {}).items()}
     writers["config.json"] = _text(settings)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -13,6 +13,8 @@ from torch import Tensor
 from params.sharding import Rule
 from params.tree import dotted
 
+T = TypeVar("T")
+
 Init = Literal["normal", "zeros", "ones", "log_uniform", "inverse_softplus", "conv"]
 
 
@@ -20,7 +22,7 @@ Init = Literal["normal", "zeros", "ones", "log_uniform", "inverse_softplus", "co
 class TensorSpec:
     """One leaf of a parameter tree.
 
-    `dtype` pins the leaf (delta-rule gates stay float32 whatever the model runs in); `None` follows the model.
+    `dtype` pins the leaf (delta-rule gates stay float32 where the model runs in less); `None` follows the model.
     `parts` are the row counts of the checkpoint tensors that are merged along axis 0 into this leaf, in order:
     `(4096, 512, 512)` for a projection that computes query, key and value in one product. A `table` is read by rows:
     `load` can leave it on the host or in its files. `shard` says which part of it each of several ranks holds; without
@@ -61,6 +63,21 @@ class Constant:
     def equals(self, other: Tensor) -> bool:
         """Whether a tensor of any shape and type holds these numbers."""
         return other.flatten().tolist() == list(self.values)
+
+
+def widened(spec: T, dtype: torch.dtype | None) -> T:
+    """The spec of parameters of this `dtype`, where a pinned dtype is the least that a leaf may have.
+
+    Float32 stays where the model runs in less, and is float64 where it runs in that. Integers stay.
+    """
+
+    def wide(leaf: TensorSpec) -> TensorSpec:
+        pinned = leaf.dtype
+        if dtype is None or pinned is None or not pinned.is_floating_point:
+            return leaf
+        return replace(leaf, dtype=torch.promote_types(pinned, dtype))
+
+    return pytree.tree_map_only(TensorSpec, wide, spec)
 
 
 def constants(spec: Any) -> dict[str, Constant]:

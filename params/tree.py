@@ -54,12 +54,16 @@ def tree(cls: type[T]) -> type[T]:
 
     Unflattening does not run the constructor, so a tree may hold placeholders (specs, shapes, `None`) while it is
     being mapped. `==` compares structure and leaves; `repr` shows shapes and bytes, never contents.
+
+    A class with fields may be given more of them by a subclass only if it says `by_kind`: whoever reads one of these
+    asks which it is. Anyone else would take the subclass and not read what it adds, so that is a `TypeError`.
     """
     cls.__eq__ = equal
     cls.__hash__ = None  # type: ignore[assignment]
     if "__repr__" not in vars(cls):
         cls.__repr__ = summary  # type: ignore[method-assign]
     cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+    _check_extended(cls)
     kinds: dict[str, list[str]] = {"leaf": [], "static": [], "off": []}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         kinds[field.metadata.get("tree", "leaf")].append(field.name)
@@ -89,6 +93,36 @@ def tree(cls: type[T]) -> type[T]:
         flatten_with_keys_fn=flatten_with_keys,
     )
     return cls
+
+
+def _check_extended(cls: type) -> None:
+    bases: list[Any] = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
+    for base in bases:
+        known = {field.name for field in dataclasses.fields(base)}
+        added = [field.name for field in dataclasses.fields(cls) if field.name not in known]
+        if added and not getattr(base, "by_kind", False):
+            raise TypeError(
+                f"{cls.__name__}: what reads a {base.__name__} would not read {', '.join(added)}; make it a tree of "
+                f"its own, with a {base.__name__} among its fields, and a function that reads it"
+            )
+
+
+def exactly(node: Any, kind: type[T]) -> T:
+    """`node`, which must be a `kind` and nothing more special: for whoever reads the fields of a `kind` alone.
+
+    Raises `TypeError` for another node, a subclass among them: its further fields, or what it means, would go unread.
+    """
+    if type(node) is not kind:
+        raise TypeError(
+            f"{_with_fields(type(node))} stands where {_with_fields(kind)} is read, and no more than that; put "
+            f"a {kind.__name__} in its place"
+        )
+    return node
+
+
+def _with_fields(kind: type) -> str:
+    names = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+    return f"a {kind.__name__}" + (f" ({', '.join(names)})" if names else "")
 
 
 def unchecked(cls: type[T], **fields: Any) -> T:

@@ -135,6 +135,20 @@ def test_no_file_holds(what: str) -> None:
     assert not found, "\n".join(found)
 
 
+def test_weights_are_read_by_who_knows_what_the_node_is() -> None:
+    """Beside its shape, device and dtype the weight of a node is read where the node is applied, or `exactly` known."""
+    for path in (path for path in SOURCES["funcmodels"] if path.parent.name in READERS and path.name != "linear.py"):
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        facts = {id(node.value) for node in ast.walk(module) if isinstance(node, ast.Attribute) and node.attr in FACTS}
+        for node in ast.walk(module):
+            if isinstance(node, ast.Attribute) and node.attr == "weight":
+                owner = ast.unparse(node.value)
+                assert id(node) in facts or owner.startswith(("exactly(", "self")), f"{path}:{node.lineno}: {owner}"
+
+
+FACTS, READERS = ("shape", "device", "dtype"), ("models", "attention", "blocks", "drafts")
+
+
 def test_functions_are_shipped_bare() -> None:
     """A function with a type checker around it neither compiles nor is fast, and beartype alone binds no axes."""
     for path in (path for paths in SOURCES.values() for path in paths):

@@ -13,9 +13,9 @@ from lowering.ops import DeltaInputs, DeltaTrail, WindowTrail
 from lowering.ops.norm import Activation
 from params.sharding import Inputs, Outputs
 from params.spec import TensorSpec
-from params.tree import tree, unchecked
+from params.tree import exactly, tree, unchecked
 
-from ..blocks.linear import Linear, Norm, linear_spec, norm_spec
+from ..blocks.linear import Linear, Norm, linear_spec, norm_spec, project
 from ..state import Recurrent
 from ..step import Step
 
@@ -99,7 +99,7 @@ def delta_net(
     keys, values = k_heads * k_dim, v_heads * v_dim
     rows = {"max_query": step.max_query, "uniform": step.uniform, "keep_steps": step.keep_steps}
 
-    qkv, z, b, a = ops.linear(x, params.in_proj.weight).split((2 * keys + values, values, v_heads, v_heads), -1)
+    qkv, z, b, a = project(params.in_proj, x).split((2 * keys + values, values, v_heads, v_heads), -1)
     window = None if past is None else past.window
     qkv, window, window_trail = ops.short_conv(qkv, params.conv, window, step.query_start, **rows)
     q, k, v = qkv.split((keys, keys, values), -1)
@@ -109,8 +109,8 @@ def delta_net(
     decay, beta = ops.delta_gates(a, b, params.a_log, params.dt_bias)
     delta = None if past is None else past.delta
     y, delta, delta_trail = ops.gated_delta_rule(q, k, v, decay, beta, delta, step.query_start, **rows)
-    y = ops.gated_rms_norm(y, z, params.norm.weight, eps=eps, activation=gate)
-    y = ops.linear(y.flatten(-2), params.out.weight)
+    y = ops.gated_rms_norm(y, z, exactly(params.norm, Norm).weight, eps=eps, activation=gate)
+    y = project(params.out, y.flatten(-2))
     if past is None:
         return y, None
     trail = DeltaTrails(window_trail, delta_trail) if step.keep_steps else None

@@ -13,7 +13,7 @@ from lowering import ops
 from params.sharding import Inputs, Outputs
 from params.tree import tree, unchecked
 
-from ..blocks.linear import Linear, Norm, linear_spec, norm_spec, project
+from ..blocks.linear import Linear, Norm, linear_spec, norm_spec, normalised, project
 from ..errors import StateError
 from ..state import Appended
 from ..step import Step, writable
@@ -136,8 +136,8 @@ def _turned(
     params: Attention | GatedAttention, q: Tensor, k: Tensor, rotary: tuple[Tensor, Tensor], eps: float
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys, normalised head by head and turned to their places."""
-    q = ops.gemma_rms_norm(q, params.q_norm.weight, eps=eps)
-    k = ops.gemma_rms_norm(k, params.k_norm.weight, eps=eps)
+    q = normalised(params.q_norm, q, eps=eps)
+    k = normalised(params.k_norm, k, eps=eps)
     return ops.rotary(q, k, *rotary)
 
 

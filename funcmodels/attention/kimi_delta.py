@@ -11,9 +11,9 @@ from torch import Tensor
 from lowering import ops
 from params.sharding import Inputs, Outputs
 from params.spec import TensorSpec
-from params.tree import tree, unchecked
+from params.tree import exactly, tree, unchecked
 
-from ..blocks.linear import Linear, Norm, linear_spec
+from ..blocks.linear import Linear, Norm, linear_spec, project
 from ..step import Step
 from .gated_delta import DeltaNetState, DeltaTrails
 
@@ -77,17 +77,17 @@ def kimi_delta(
 
     # What follows reads the projection through these views.
     parts = 3 * heads * dim, heads, dim, heads * dim if params.gate is None else dim
-    qkv, b, f, z = ops.linear(x, params.in_proj.weight).split(parts, -1)
+    qkv, b, f, z = project(params.in_proj, x).split(parts, -1)
     window = None if past is None else past.window
     qkv, window, window_trail = ops.short_conv(qkv, params.conv, window, step.query_start, **rows)
     q, k, v = map(of_heads, qkv.chunk(3, -1))
     q, k = ops.l2_norm(q, scale=dim**-0.5), ops.l2_norm(k)
-    f, z = ops.linear(f, params.forget.weight), z if params.gate is None else ops.linear(z, params.gate.weight)
+    f, z = project(params.forget, f), z if params.gate is None else project(params.gate, z)
     decay, beta = ops.channel_gates(of_heads(f), b, params.a_log, of_heads(params.dt_bias), lower_bound=lower_bound)
     delta = None if past is None else past.delta
     y, delta, delta_trail = ops.gated_delta_rule(q, k, v, decay, beta, delta, step.query_start, **rows)
-    y = ops.gated_rms_norm_fp32(y, of_heads(z), params.norm.weight, eps=eps, activation="sigmoid")
-    y = ops.linear(y.flatten(-2), params.out.weight)
+    y = ops.gated_rms_norm_fp32(y, of_heads(z), exactly(params.norm, Norm).weight, eps=eps, activation="sigmoid")
+    y = project(params.out, y.flatten(-2))
     if past is None:
         return y, None
     trail = DeltaTrails(window_trail, delta_trail) if step.keep_steps else None

@@ -19,9 +19,9 @@ from lowering.weights import PreparedWeight, plain
 from params.quant.values import QuantizedWeight
 from params.sharding import Inputs, Outputs
 from params.spec import TensorSpec
-from params.tree import leaves, tree, unchecked
+from params.tree import exactly, leaves, tree, unchecked
 
-from ..blocks.linear import Linear, Norm, PrepareWeight, linear_spec, norm_spec, project
+from ..blocks.linear import Linear, Norm, PrepareWeight, linear_spec, norm_spec, normalised, project
 from ..errors import StateError
 from ..state import Appended
 from ..step import Step, writable
@@ -123,16 +123,16 @@ def latent_attention(
     Without `rotary` rope keys, and the queries that meet them, stay as they are. `eps` is that of the norms of latents.
     `gated` says that the last rows of `down` are gates of what `out` takes.
     """
-    latent_dim = params.latent_norm.weight.shape[0]
-    projected = ops.linear(x, params.down.weight)
+    norm, up = exactly(params.latent_norm, Norm).weight, exactly(params.up, UpProjection).weight
+    latent_dim = norm.shape[0]
+    projected = project(params.down, x)
     latents, gates = latent_dim + rope_dim, heads * v_dim if gated else 0
     q, kv, gate = projected.split((projected.shape[1] - latents - gates, latents, gates), -1)
     q, kv = (x if bias is None else x + bias for x, bias in ((q, params.q_bias), (kv, params.kv_bias)))
     q_nope, q_rope = _queries(params, q, heads, nope_dim, rope_dim, eps)
-    up_rows = params.up.weight.shape[0]
-    if up_rows != heads * (nope_dim + v_dim):
+    if up.shape[0] != heads * (nope_dim + v_dim):
         raise ValueError(
-            f"latent_attention: up.weight has {up_rows} rows, expected {heads * (nope_dim + v_dim)} "
+            f"latent_attention: up.weight has {up.shape[0]} rows, expected {heads * (nope_dim + v_dim)} "
             f"({heads} heads with keys of {nope_dim} and values of {v_dim})"
         )
     q_rope = _turned(q_rope, rotary)
@@ -146,12 +146,12 @@ def latent_attention(
             f"{latent_dim} and {rope_dim}; make the state with the init_state of a model whose config is that of the "
             "parameters"
         )
-    past = writable(past, q_nope, q_rope, kv, params.latent_norm.weight, *leaves(params.up))
+    past = writable(past, q_nope, q_rope, kv, norm, *leaves(params.up))
     *pages, latent, rope = ops.latent_norm_rope_write(
-        past.latent, past.rope, kv, params.latent_norm.weight, *(rotary or (None, None)), step.slots, eps=eps
+        past.latent, past.rope, kv, norm, *(rotary or (None, None)), step.slots, eps=eps
     )
     y = ops.mla_prefix_attention(
-        q_nope, q_rope, latent, rope, *pages, params.up.weight, step.page_table, step.lengths, step.query_start,
+        q_nope, q_rope, latent, rope, *pages, up, step.page_table, step.lengths, step.query_start,
         step.host, v_dim=v_dim, **rows,
     )  # fmt: skip
     return _out(params, y, gate), LatentPages(*pages)
@@ -162,7 +162,7 @@ def _queries(
 ) -> tuple[Float[Tensor, "tokens heads nope_dim"], Float[Tensor, "tokens heads rope_dim"]]:
     """The two parts of every head's query, of their latent where they have one."""
     if params.q_norm is not None and params.q_up is not None:
-        q = ops.linear(ops.rms_norm(q, params.q_norm.weight, eps=eps), params.q_up.weight)
+        q = project(params.q_up, normalised(params.q_norm, q, eps=eps))
     if q.shape[1] != heads * (nope_dim + rope_dim):
         raise ValueError(
             f"latent_attention: queries have {q.shape[1]} channels, expected {heads * (nope_dim + rope_dim)} "
@@ -190,9 +190,10 @@ def _among_themselves(
 ) -> Float[Tensor, "tokens heads v_dim"]:  # fmt: skip
     """Without a state: keys and values of all heads are made, and each token sees its row's earlier ones."""
     latent, rope = kv.split((params.latent_norm.weight.shape[0], q_rope.shape[2]), -1)
-    latent = ops.rms_norm(latent, params.latent_norm.weight, eps=eps)
+    latent = normalised(params.latent_norm, latent, eps=eps)
     rope = _turned(rope[:, None], rotary)
-    both = ops.linear(latent, plain(params.up.weight).to(latent.dtype)).unflatten(1, (q_nope.shape[1], -1))
+    up = plain(exactly(params.up, UpProjection).weight).to(latent.dtype)
+    both = ops.linear(latent, up).unflatten(1, (q_nope.shape[1], -1))
     k_nope, v = both.split((q_nope.shape[2], v_dim), -1)
     q, k = torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, rope.expand(-1, q_rope.shape[1], -1)), -1)
     return ops.attention(q, k, v, step.query_start, **rows)

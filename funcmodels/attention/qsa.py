@@ -17,9 +17,9 @@ from torch import Tensor
 from lowering import ops
 from lowering.ops.sparse import as_pages, selects_all
 from params.sharding import Inputs, Outputs
-from params.tree import tree, unchecked
+from params.tree import exactly, tree, unchecked
 
-from ..blocks.linear import Linear, Norm, linear_spec, norm_spec
+from ..blocks.linear import GemmaNorm, Linear, Norm, linear_spec, norm_spec, normalised, project
 from ..errors import StateError
 from ..state import Appended
 from ..step import Step, writable
@@ -128,22 +128,22 @@ def indexed_attention(
     """
     head_dim = params.q_norm.weight.shape[0]
     parts = (2 * heads * head_dim, kv_heads * head_dim, kv_heads * head_dim, index.heads * index.dim, index.dim)
-    qkv = ops.linear(x, params.qkv.weight).split(parts, -1)
+    qkv = project(params.qkv, x).split(parts, -1)
     query_gate, k, v = (rearrange(part, "tokens (heads dim) -> tokens heads dim", dim=head_dim) for part in qkv[:3])
     q, gate = rearrange(query_gate, "tokens (heads two) dim -> two tokens heads dim", two=2)
-    q = ops.gemma_rms_norm(q, params.q_norm.weight, eps=eps)
-    k = ops.gemma_rms_norm(k, params.k_norm.weight, eps=eps)
+    q = normalised(params.q_norm, q, eps=eps)
+    k = normalised(params.k_norm, k, eps=eps)
     q, k = ops.rotary(q, k, *rotary)
-    index_q = ops.gemma_rms_norm(qkv[3].unflatten(-1, (index.heads, index.dim)), params.index_q_norm.weight, eps=eps)
+    index_q = normalised(params.index_q_norm, qkv[3].unflatten(-1, (index.heads, index.dim)), eps=eps)
     index_q, _ = ops.rotary(index_q, index_q[:, :1], *rotary)
     pooling = {"eps": eps, "rotary_dim": 2 * rotary[0].shape[1], "theta": theta}
-    new = _NewTokens(q, k, v, index_q, qkv[4], params.index_k_norm.weight, pooling)
+    new = _NewTokens(q, k, v, index_q, qkv[4], exactly(params.index_k_norm, GemmaNorm).weight, pooling)
     if past is None:
         y, blocks = _alone(new, step, index, show_blocks)
     else:
         y, past, blocks = _paged(new, past, step, index, show_blocks)
     gate = torch.sigmoid(gate)
-    y = ops.linear((y * gate).flatten(1), params.out.weight)
+    y = project(params.out, (y * gate).flatten(1))
     return y, past, Selection(blocks, gate)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lowering import ops
 from params.spec import TensorSpec
-from params.tree import tree, unchecked
+from params.tree import exactly, tree, unchecked
 
 from .linear import Norm
 
@@ -41,4 +41,4 @@ def read_streams(
     params: HyperConnection, x: Float[Tensor, "tokens streams hidden"], *, eps: float
 ) -> tuple[Float[Tensor, "tokens hidden"], Float[Tensor, "tokens streams"] | None]:
     """A sublayer's input, and the weights with which its output goes back to each stream (`ops.hyper_inject`)."""
-    return ops.hyper_mix(x, params.norm.weight, params.down, params.up, eps=eps)
+    return ops.hyper_mix(x, exactly(params.norm, Norm).weight, params.down, params.up, eps=eps)

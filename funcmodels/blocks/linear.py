@@ -1,4 +1,8 @@
-"""Parameter nodes of projections, tables and norms."""
+"""Parameter nodes of projections, tables and norms, and what applies them.
+
+Nothing else reads their weights: a node of another kind, with a field more, is then applied as what it is or refused.
+Ops that take a weight as it is are handed that of `exactly(node, kind)`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowering import ops
@@ -14,7 +18,7 @@ from lowering.weights import PreparedWeight
 from params.quant.values import QuantizedWeight
 from params.sharding import Inputs, Outputs, Vocabulary
 from params.spec import Init, TensorSpec
-from params.tree import tree, unchecked
+from params.tree import exactly, tree, unchecked
 
 PrepareWeight = Callable[[str, Any], Any]
 
@@ -23,6 +27,7 @@ PrepareWeight = Callable[[str, Any], Any]
 class Linear:
     """A projection without bias. Merged projections that read one input are one weight."""
 
+    by_kind: ClassVar[bool] = True
     projections: ClassVar[tuple[str, ...]] = ("weight",)
 
     weight: Float[Tensor, "outputs inputs"] | QuantizedWeight | PreparedWeight
@@ -60,6 +65,8 @@ class Embedding:
 class Norm:
     """The weight of a root-mean-square norm."""
 
+    by_kind: ClassVar[bool] = True
+
     weight: Float[Tensor, " dim"]
 
 
@@ -95,8 +102,9 @@ def head_spec(vocab: int, hidden: int) -> Linear:
 
 def project(params: Linear, x: Float[Tensor, "*lead inputs"]) -> Float[Tensor, "*lead outputs"]:
     """The projection of `x`, with its bias where it has one."""
-    y = ops.linear(x, params.weight)
-    return y + params.bias if isinstance(params, BiasedLinear) else y
+    if type(params) is BiasedLinear:
+        return ops.linear(x, params.weight) + params.bias
+    return ops.linear(x, exactly(params, Linear).weight)
 
 
 def norm_spec(dim: int, init: Init) -> Norm:
@@ -104,8 +112,30 @@ def norm_spec(dim: int, init: Init) -> Norm:
     return unchecked(GemmaNorm if init == "zeros" else Norm, weight=TensorSpec((dim,), init))
 
 
+def normalised(params: Norm, x: Float[Tensor, "*lead dim"], *, eps: float) -> Float[Tensor, "*lead dim"]:
+    """`x` with unit root mean square, times what the norm says: its weight, or one plus it."""
+    if type(params) is GemmaNorm:
+        return ops.gemma_rms_norm(x, params.weight, eps=eps)
+    return ops.rms_norm(x, exactly(params, Norm).weight, eps=eps)
+
+
+def add_normalised(
+    params: Norm, x: Float[Tensor, "*lead dim"], residual: Float[Tensor, "*lead dim"], *, eps: float
+) -> tuple[Float[Tensor, "*lead dim"], Float[Tensor, "*lead dim"]]:
+    """`normalised` of the sum x + residual, and that sum."""
+    if type(params) is GemmaNorm:
+        return ops.add_gemma_rms_norm(x, residual, params.weight, eps=eps)
+    return ops.add_rms_norm(x, residual, exactly(params, Norm).weight, eps=eps)
+
+
+def look_up(params: Embedding, ids: Int[Tensor, "*lead"]) -> Float[Tensor, "*lead hidden"]:
+    """The rows of the token table at `ids`."""
+    return ops.embedding(ids, exactly(params, Embedding).weight)
+
+
 def head_weight(embed: Embedding, head: Linear | None) -> Any:
-    """The output projection's weight: its own, or the embedding's where the two are tied."""
+    """The output projection's weight: its own, or the embedding's where the two are tied. It has no bias."""
     if head is not None:
-        return head.weight
-    return embed.weight if embed.head is None else embed.head
+        return exactly(head, Linear).weight
+    table = exactly(embed, Embedding)
+    return table.weight if table.head is None else table.head

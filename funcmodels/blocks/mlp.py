@@ -14,9 +14,9 @@ from lowering.weights import PreparedWeight
 from params.quant.values import QuantizedWeight
 from params.sharding import Inputs, OfExperts, Outputs
 from params.spec import TensorSpec
-from params.tree import tree, unchecked
+from params.tree import exactly, tree, unchecked
 
-from .linear import Linear, PrepareWeight, linear_spec
+from .linear import Linear, PrepareWeight, linear_spec, project
 
 
 @tree
@@ -116,16 +116,16 @@ def experts_spec(hidden: int, experts: int, inner: int) -> Experts:
 
 def mlp(params: Mlp, x: Float[Tensor, "tokens hidden"], *, caps: Caps | None = None) -> Float[Tensor, "tokens hidden"]:
     """down(silu(gate x) * up x), or with `caps` of `ops.swiglu` down(SiTU)."""
-    return ops.linear(ops.swiglu(ops.linear(x, params.gate_up.weight), caps=caps), params.down.weight)
+    return project(params.down, ops.swiglu(project(params.gate_up, x), caps=caps))
 
 
 def moe(
     params: SharedExpertMoe, x: Float[Tensor, "tokens hidden"], *, top_k: int
 ) -> tuple[Float[Tensor, "tokens hidden"], Routing]:
     """Weighted sum of the chosen experts, plus sigmoid(shared_gate x) times the shared expert; and the choice."""
-    weights, ids = ops.route_softmax(ops.linear(x, params.router.weight), top_k=top_k)
+    weights, ids = ops.route_softmax(project(params.router, x), top_k=top_k)
     routed = ops.experts(x, weights, ids, params.experts.gate_up, params.experts.down)
-    shared = torch.sigmoid(ops.linear(x, params.shared_gate.weight)) * mlp(params.shared, x)
+    shared = torch.sigmoid(project(params.shared_gate, x)) * mlp(params.shared, x)
     return routed + shared, Routing(ids, weights)
 
 
@@ -133,7 +133,7 @@ def grouped_moe(
     params: GroupedMoe, x: Float[Tensor, "tokens hidden"], *, top_k: int, groups: int, kept_groups: int, scale: float
 ) -> tuple[Float[Tensor, "tokens hidden"], Routing]:
     """Weighted sum of the experts chosen by `route_grouped`, plus the shared expert; and the choice."""
-    logits = router_logits(x, params.router.weight)
+    logits = router_logits(x, exactly(params.router, Linear).weight)
     weights, ids = ops.route_grouped(logits, top_k=top_k, groups=groups, kept_groups=kept_groups, scale=scale)
     routed = ops.experts(x, weights.to(x.dtype), ids, params.experts.gate_up, params.experts.down)
     return routed + mlp(params.shared, x), Routing(ids, weights)

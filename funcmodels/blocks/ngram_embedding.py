@@ -21,11 +21,11 @@ from lowering import ops
 from lowering.ops import ContextTrail, WindowTrail
 from params import MappedRows
 from params.spec import Constant, TensorSpec
-from params.tree import static, tree, unchecked
+from params.tree import exactly, static, tree, unchecked
 
 from ..state import Recurrent
 from ..step import Step
-from .linear import Linear, Norm, linear_spec
+from .linear import Linear, Norm, linear_spec, project
 
 
 @tree
@@ -138,11 +138,12 @@ def ngram_embedding(
         offsets=params.offsets, end=params.end, **rows,
     )  # fmt: skip
     embedded = ops.table_rows(ids, params.table).to(x.dtype)
-    key, value = ops.linear(embedded, params.key_value.weight).split((streams * hidden, hidden), -1)
-    key = ops.grouped_gemma_rms_norm(key, params.key_norm.weight, groups=streams, eps=eps)
-    query = ops.grouped_gemma_rms_norm(x.flatten(1), params.query_norm.weight, groups=streams, eps=eps)
+    key, value = project(params.key_value, embedded).split((streams * hidden, hidden), -1)
+    key_norm, query_norm, conv_norm = (exactly(getattr(params, name), Norm).weight for name in _NORMS)
+    key = ops.grouped_gemma_rms_norm(key, key_norm, groups=streams, eps=eps)
+    query = ops.grouped_gemma_rms_norm(x.flatten(1), query_norm, groups=streams, eps=eps)
     gated, gates = ops.ngram_gate(key.view_as(x), query.view_as(x), value)
-    normed = ops.grouped_gemma_rms_norm(gated.flatten(1), params.conv_norm.weight, groups=streams, eps=eps)
+    normed = ops.grouped_gemma_rms_norm(gated.flatten(1), conv_norm, groups=streams, eps=eps)
     dilation = len(params.multipliers)
     y, window, taken = ops.short_conv(normed, params.conv, window, step.query_start, dilation=dilation, **rows)
     x = x + (gated + y.view_as(x))

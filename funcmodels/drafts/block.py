@@ -20,14 +20,23 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowering import host_side, ops
-from lowering.ops.widen import wide
 from params.modes import lasting
 from params.spec import Init, TensorSpec
-from params.tree import put, tree, unchecked
+from params.tree import exactly, put, tree, unchecked
 
 from ..attention.gqa import Attention, KeyValuePages, key_value_pages
 from ..batch import Batch
-from ..blocks.linear import GemmaNorm, Linear, Norm, head_weight, linear_spec, norm_spec
+from ..blocks.linear import (
+    Linear,
+    Norm,
+    add_normalised,
+    head_weight,
+    linear_spec,
+    look_up,
+    norm_spec,
+    normalised,
+    project,
+)
 from ..blocks.mlp import Mlp, mlp, mlp_spec
 from ..host_sides import extend_on_host, propose_on_host
 from ..model import Model, at_least_one
@@ -57,22 +66,12 @@ class Layer:
 
 
 @tree
-class ContextWeights:
-    """What makes all layers' keys and values of the context: their rows in one projection, and norms of the keys.
-
-    `kv` rows: of each layer the keys, then the values. `k_norm` are factors, one of each channel of a head.
-    """
-
-    kv: Linear
-    k_norm: Float[Tensor, "*layers head_dim"]
-
-
-@tree
 class BlockParams:
     """All parameters. `markov` is None where rows are independent, `ids` where the draft has all of the model's tokens.
 
     `ids` are what to add to the draft's number of a token for the model's. `context` repeats rows of the layers'
-    projections, as one product reads them; None makes it anew in every call, which is for training.
+    projections, of each layer those of keys, then those of values, as one product reads them; None makes it anew in
+    every call, which is for training.
     """
 
     fc: Linear
@@ -81,7 +80,7 @@ class BlockParams:
     norm: Norm
     markov: Markov | None
     ids: Int[Tensor, " draft_vocab"] | None
-    context: ContextWeights | None
+    context: Linear | None
 
 
 def block_spec(config: BlockConfig) -> BlockParams:
@@ -118,23 +117,23 @@ def _init(config: BlockConfig) -> Init:
 def with_context(params: BlockParams) -> BlockParams:
     """The parameters with `context`, to draft with."""
     layers: list[Any] = [layer.attn for layer in params.layers]  # plain weights: a draft is loaded unquantised
-    rows = torch.cat([attn.qkv.weight[attn.out.weight.shape[1] :] for attn in layers])
-    norms = torch.stack([wide(attn.k_norm.weight) + isinstance(attn.k_norm, GemmaNorm) for attn in layers])
-    return put(params, "context", ContextWeights(Linear(rows), norms))
+    weights: list[Any] = [exactly(attn.qkv, Linear).weight for attn in layers]
+    rows = [weight[attn.out.weight.shape[1] :] for weight, attn in zip(weights, layers, strict=True)]
+    return put(params, "context", Linear(torch.cat(rows)))
 
 
 def context_entries(
     config: BlockConfig, params: BlockParams, features: Float[Tensor, "tokens inputs"], angles: Angles
 ) -> tuple[Float[Tensor, "tokens layers kv_heads head_dim"], Float[Tensor, "tokens layers kv_heads head_dim"]]:
     """Keys and values of all layers, from residual streams of the model laid end to end: one product, one turn."""
-    weights = params.context or with_context(params).context
-    assert weights is not None
-    context = _normed(params.hidden_norm, ops.linear(features, params.fc.weight), config.rms_norm_eps)
+    kv, eps = params.context or with_context(params).context, config.rms_norm_eps
+    assert kv is not None
+    context = normalised(params.hidden_norm, project(params.fc, features), eps=eps)
     sizes = {"layers": config.num_hidden_layers, "dim": config.head_dim, "two": 2}
-    both = ops.linear(context, weights.kv.weight)
+    both = project(exactly(kv, Linear), context)
     k, v = rearrange(both, "tokens (layers two heads dim) -> two tokens layers heads dim", **sizes)
-    unit = wide(k) * torch.rsqrt(wide(k).square().mean(-1, keepdim=True) + config.rms_norm_eps)
-    k = (unit * weights.k_norm[:, None]).to(v.dtype).flatten(1, 2)
+    norms = [layer.attn.k_norm for layer in params.layers]
+    k = torch.cat([normalised(norm, k[:, layer], eps=eps) for layer, norm in enumerate(norms)], 1)
     # All layers turn by the same angles, so their heads are heads of one call; it wants queries too, and gets one.
     k, _ = ops.rotary(k, k[:, :1], *angles)
     return k.unflatten(1, (config.num_hidden_layers, -1)), v
@@ -146,27 +145,18 @@ def block_hidden(
     """Embedded tokens of blocks through all layers and the final norm; `attend` is told of each layer's heads."""
     eps, sizes = config.rms_norm_eps, {"dim": config.head_dim}
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    normed = _normed(params.layers[0].input_norm, x, eps)
+    normed = normalised(params.layers[0].input_norm, x, eps=eps)
     next_norms = [layer.input_norm for layer in params.layers[1:]] + [params.norm]
     for index, (layer, next_norm) in enumerate(zip(params.layers, next_norms, strict=True)):
-        mixed = rearrange(ops.linear(normed, layer.attn.qkv.weight), "tokens (heads dim) -> tokens heads dim", **sizes)
+        mixed = project(exactly(layer.attn.qkv, Linear), normed)  # `context` has rows of its weight, and no bias
+        mixed = rearrange(mixed, "tokens (heads dim) -> tokens heads dim", **sizes)
         q, k, v = mixed.split((heads, kv_heads, kv_heads), 1)
-        q, k = _normed(layer.attn.q_norm, q, eps), _normed(layer.attn.k_norm, k, eps)
+        q, k = normalised(layer.attn.q_norm, q, eps=eps), normalised(layer.attn.k_norm, k, eps=eps)
         q, k = ops.rotary(q, k, *angles)
         y = attend(index, q, k, v)
-        normed, x = _add_normed(layer.post_norm, ops.linear(y.flatten(1), layer.attn.out.weight), x, eps)
-        normed, x = _add_normed(next_norm, mlp(layer.mlp, normed), x, eps)
+        normed, x = add_normalised(layer.post_norm, project(layer.attn.out, y.flatten(1)), x, eps=eps)
+        normed, x = add_normalised(next_norm, mlp(layer.mlp, normed), x, eps=eps)
     return normed
-
-
-def _normed(params: Norm, x: Tensor, eps: float) -> Tensor:
-    norm = ops.gemma_rms_norm if isinstance(params, GemmaNorm) else ops.rms_norm
-    return norm(x, params.weight, eps=eps)
-
-
-def _add_normed(params: Norm, x: Tensor, residual: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    norm = ops.add_gemma_rms_norm if isinstance(params, GemmaNorm) else ops.add_rms_norm
-    return norm(x, residual, params.weight, eps=eps)
 
 
 def angles_at(config: BlockConfig, positions: Int[Tensor, " tokens"]) -> Angles:
@@ -285,7 +275,7 @@ class BlockDraft(abc.ABC):
     def embed(self, params: Any, root: Int[Tensor, " rows"]) -> Float[Tensor, "rows block hidden"]:
         """What `propose` starts from: the newest token of each row and masks behind it, from the model's table."""
         both = self.joined(params)
-        return ops.embedding(self._tokens(root), both.model.embed.weight).to(both.draft.norm.weight.dtype)
+        return look_up(both.model.embed, self._tokens(root)).to(both.draft.norm.weight.dtype)
 
     def _tokens(self, root: Int[Tensor, " rows"]) -> Int[Tensor, "rows block"]:
         masks = root.new_full((root.shape[0], self.config.block - 1), self.config.mask_token_id)
@@ -310,20 +300,23 @@ class BlockDraft(abc.ABC):
         check_carry(state, carry)
         check_noise(state, noise)
         both = self.joined(params)
-        x = self.embed(both, carry.token) if embedded is None else embedded
-        check_embedded(x, (state.rows, self.config.block, self.config.hidden_size), both.draft.norm.weight.dtype)
-        hidden, after = self._block(both, state, carry.token, x)
+        hidden, after = self.hidden(both, state, carry, embedded)
         first = 0 if self.config.from_anchor else 1
-        hidden = hidden.unflatten(0, (state.rows, -1))[:, first : first + steps]
+        hidden = hidden[:, first : first + steps]
         tokens, laws = self._chosen(both, hidden, carry.token, state.lengths, noise)
         return Proposal(carry.token, tokens, state.lengths, laws), rewound(after, state)
 
-    def _block(
-        self, both: DraftedParams, state: State, root: Int[Tensor, " rows"], x: Float[Tensor, "rows block hidden"]
-    ) -> tuple[Float[Tensor, "tokens hidden"], State]:
-        """The draft's hidden states of a block a row, embedded as `x`, and the state with the block in it."""
-        own = both.draft
-        batch = Batch.from_tokens(self._tokens(root).flatten(), [self.config.block] * state.rows, state)
+    def hidden(
+        self, params: Any, state: State, carry: Carry, embedded: Float[Tensor, "rows block hidden"] | None = None
+    ) -> tuple[Float[Tensor, "rows block hidden"], State]:
+        """The draft's hidden states of a block a row, behind its final norm, and the state with the block in it.
+
+        Go on from `state`, whose length does not count the block's tokens. `embedded` is that of `propose`.
+        """
+        both = self.joined(params)
+        own, x = both.draft, self.embed(both, carry.token) if embedded is None else embedded
+        check_embedded(x, (state.rows, self.config.block, self.config.hidden_size), own.norm.weight.dtype)
+        batch = Batch.from_tokens(self._tokens(carry.token).flatten(), [self.config.block] * state.rows, state)
         step = begin(state, batch)
         entries: list[KeyValuePages | None] = []
 
@@ -335,7 +328,7 @@ class BlockDraft(abc.ABC):
         hidden = block_hidden(self.config, own, x.flatten(0, 1), angles_at(self.config, step.positions), attend)
         after = finish(step, entries)
         assert after is not None
-        return hidden, after
+        return hidden.unflatten(0, (state.rows, -1)), after
 
     def _attend(self, layer: int, q: Tensor, pages: KeyValuePages, step: Step) -> Tensor:
         held = (q, pages.k, pages.v, step.page_table, step.lengths)

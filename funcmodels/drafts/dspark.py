@@ -13,7 +13,9 @@ from torch import Tensor
 
 from lowering import ops
 from lowering.ops.greedy import own_logits
+from params.tree import exactly
 
+from ..blocks.linear import Linear
 from .block import BlockDraft, BlockParams
 from .markov import corrected, looked_up
 
@@ -42,6 +44,6 @@ class DSparkDraft(BlockDraft):
         tokens, memory = [root], None
         for place in range(read.shape[1]):
             passed, memory = looked_up(own.markov, hidden[:, place], tokens[-1], memory)
-            token = ops.greedy_markov_token(base[:, place], passed, own.markov.w2.weight, head, ids)
+            token = ops.greedy_markov_token(base[:, place], passed, exactly(own.markov.w2, Linear).weight, head, ids)
             tokens.append(self.model.agreed(token))
         return torch.stack(tokens[1:], 1)

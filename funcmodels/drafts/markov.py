@@ -6,6 +6,8 @@ it looks up the token before in `w1`, and `w2` turns what it finds into one numb
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 from lowering import ops
 from lowering.ops.greedy import rounded_sum
 from params.spec import TensorSpec
-from params.tree import tree, unchecked
+from params.tree import exactly, tree, unchecked
 
 from ..blocks.linear import BiasedLinear, Linear, linear_spec, project
 from .block_config import BlockConfig
@@ -22,6 +24,8 @@ from .block_config import BlockConfig
 @tree
 class Markov:
     """The plain head: `w1` is a table of the model's tokens, `w2` a projection to the draft's."""
+
+    by_kind: ClassVar[bool] = True
 
     w1: Float[Tensor, "vocab rank"]
     w2: Linear
@@ -66,7 +70,7 @@ def corrected(
     `base` may have fewer tokens than the head, whose last ones are then padding.
     """
     passed, memory = looked_up(params, hidden, before, memory)
-    return rounded_sum(base, ops.linear(passed, params.w2.weight)), memory
+    return rounded_sum(base, project(exactly(params.w2, Linear), passed)), memory
 
 
 def looked_up(
@@ -89,4 +93,5 @@ def _passed(
         gate, candidate, out = project(params.joint, torch.cat((memory, found, hidden), -1)).chunk(3, -1)
         kept = torch.sigmoid(gate)
         return torch.tanh(out), kept * memory + (1 - kept) * torch.tanh(candidate)
+    exactly(params, Markov)
     return found, None

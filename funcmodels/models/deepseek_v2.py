@@ -17,7 +17,18 @@ from params.tree import tree, unchecked
 
 from ..attention.mla import LatentAttention, LatentPages, latent_attention, latent_attention_spec, latent_pages
 from ..batch import Batch
-from ..blocks.linear import Embedding, Linear, Norm, embedding_spec, head_spec, head_weight, norm_spec
+from ..blocks.linear import (
+    Embedding,
+    Linear,
+    Norm,
+    add_normalised,
+    embedding_spec,
+    head_spec,
+    head_weight,
+    look_up,
+    norm_spec,
+    normalised,
+)
 from ..blocks.mlp import GroupedMoe, Mlp, grouped_moe, grouped_moe_spec, mlp, mlp_spec
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state import Entry, State
@@ -100,8 +111,8 @@ def forward(
     rotary = _rotary(config, text_positions(batch, step))
     eps = config.rms_norm_eps
     entries: list[Entry | None] = []
-    x = ops.embedding(batch.tokens, params.embed.weight)
-    normed = ops.rms_norm(x, params.layers[0].input_norm.weight, eps=eps)
+    x = look_up(params.embed, batch.tokens)
+    normed = normalised(params.layers[0].input_norm, x, eps=eps)
     next_norms = [layer.input_norm for layer in params.layers[1:]] + [params.norm]
     for index, (layer, next_norm) in enumerate(zip(params.layers, next_norms, strict=True)):
         mixed, entry = latent_attention(
@@ -109,9 +120,9 @@ def forward(
             heads=config.num_attention_heads, nope_dim=config.qk_nope_head_dim, rope_dim=config.qk_rope_head_dim,
             v_dim=config.v_head_dim, scale=config.softmax_scale, eps=LATENT_EPS,
         )  # fmt: skip
-        normed, x = ops.add_rms_norm(mixed, x, layer.post_norm.weight, eps=eps)
+        normed, x = add_normalised(layer.post_norm, mixed, x, eps=eps)
         fed = _feed_forward(config, layer.mlp, normed, index, taps)
-        normed, x = ops.add_rms_norm(fed, x, next_norm.weight, eps=eps)
+        normed, x = add_normalised(next_norm, fed, x, eps=eps)
         taps.offer(f"layers.{index}", x)
         entries.append(entry)
     found = head_logits(normed, head_weight(params.embed, params.head), step, logits)

@@ -19,7 +19,19 @@ from params.tree import tree, unchecked
 
 from ..attention.gqa import Attention, KeyValuePages, attention, attention_spec, key_value_pages
 from ..batch import Batch
-from ..blocks.linear import Embedding, Linear, Norm, embedding_spec, head_spec, head_weight, norm_spec
+from ..blocks.linear import (
+    Embedding,
+    Linear,
+    Norm,
+    add_normalised,
+    embedding_spec,
+    head_spec,
+    head_weight,
+    look_up,
+    norm_spec,
+    normalised,
+    project,
+)
 from ..blocks.mlp import Mlp, mlp_spec
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state import Entry, State
@@ -105,7 +117,7 @@ def forward(
 
 
 def _embedded(config: Gemma3Config, params: Gemma3Params, batch: Batch) -> Float[Tensor, "tokens hidden"]:
-    x = ops.embedding(batch.tokens, params.embed.weight)
+    x = look_up(params.embed, batch.tokens)
     return x * rounded(math.sqrt(config.hidden_size), x.dtype)
 
 
@@ -129,15 +141,15 @@ def _layers(
     """
     eps = config.rms_norm_eps
     entries: list[Entry | None] = []
-    normed = ops.gemma_rms_norm(x, params.layers[0].input_norm.weight, eps=eps)
+    normed = normalised(params.layers[0].input_norm, x, eps=eps)
     next_norms = [layer.input_norm for layer in params.layers[1:]] + [params.norm]
     for index, (layer, next_norm) in enumerate(zip(params.layers, next_norms, strict=True)):
         mixed, entry = _mix(config, layer.attn, normed, index, step, angles[config.layer_types[index]])
-        mixed = ops.gemma_rms_norm(mixed, layer.post_attn_norm.weight, eps=eps)
-        normed, x = ops.add_gemma_rms_norm(mixed, x, layer.pre_mlp_norm.weight, eps=eps)
-        fed = ops.linear(ops.geglu(ops.linear(normed, layer.mlp.gate_up.weight)), layer.mlp.down.weight)
-        fed = ops.gemma_rms_norm(fed, layer.post_mlp_norm.weight, eps=eps)
-        normed, x = ops.add_gemma_rms_norm(fed, x, next_norm.weight, eps=eps)
+        mixed = normalised(layer.post_attn_norm, mixed, eps=eps)
+        normed, x = add_normalised(layer.pre_mlp_norm, mixed, x, eps=eps)
+        fed = project(layer.mlp.down, ops.geglu(project(layer.mlp.gate_up, normed)))
+        fed = normalised(layer.post_mlp_norm, fed, eps=eps)
+        normed, x = add_normalised(next_norm, fed, x, eps=eps)
         taps.offer(f"layers.{index}", x)
         entries.append(entry)
     return normed, entries

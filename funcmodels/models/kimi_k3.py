@@ -1,7 +1,8 @@
 """Kimi-K3: delta attention beside gated latent attention without rope, experts in a latent, and attention residuals.
 
 Text model. In place of a residual stream each sublayer reads a mean of sums of the outputs before it; see
-`funcmodels.blocks.attention_residual`. The state is Kimi Linear's.
+`funcmodels.blocks.attention_residual`. The state is Kimi Linear's. What is added in norms is as in the authors'
+`modeling_kimi_linear.py` (moonshotai/Kimi-K3 at c5d1dd4c428b).
 """
 
 from __future__ import annotations
@@ -13,14 +14,26 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lowering import ops
-from params.tree import tree, unchecked
+from params.tree import exactly, tree, unchecked
 
 from ..attention.gated_delta import DeltaNetState
 from ..attention.kimi_delta import KimiDelta, kimi_delta, kimi_delta_spec
 from ..attention.mla import LatentAttention, LatentPages, latent_attention, latent_attention_spec
 from ..batch import Batch
 from ..blocks.attention_residual import AttentionResidual, attention_residual, attention_residual_spec
-from ..blocks.linear import Embedding, Linear, Norm, embedding_spec, head_spec, linear_spec, norm_spec
+from ..blocks.linear import (
+    Embedding,
+    Linear,
+    Norm,
+    embedding_spec,
+    head_spec,
+    head_weight,
+    linear_spec,
+    look_up,
+    norm_spec,
+    normalised,
+    project,
+)
 from ..blocks.mlp import (
     BiasedRouter,
     Experts,
@@ -35,8 +48,9 @@ from ..blocks.mlp import (
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state import Entry, State
 from ..step import Step, begin, finish
-from .kimi_k3_config import DELTA_NORM_EPS, KimiK3Config, is_kimi_k3, read_config
+from .kimi_k3_config import KimiK3Config, is_kimi_k3, read_config
 from .kimi_linear import init_entries, tap_names
+from .kimi_linear_config import LATENT_EPS
 
 __all__ = ["KimiK3Config", "KimiK3Params", "forward", "init_entries", "is_kimi_k3", "param_spec", "read_config"]
 
@@ -141,25 +155,26 @@ def forward(
     step = begin(state, batch, keep_steps)
     eps = config.rms_norm_eps
     entries: list[Entry | None] = []
-    prefix = ops.embedding(batch.tokens, params.embed.weight)
+    prefix = look_up(params.embed, batch.tokens)
     bank = prefix[:, None][:, :0]  # no snapshots yet; sliced and not made, so that it has the prefix's dtype and device
     x = attention_residual(params.layers[0].attn_residual, bank, prefix, eps=eps)
     readers = [layer.attn_residual for layer in params.layers[1:]] + [params.output_residual]
     for index, (layer, next_reader) in enumerate(zip(params.layers, readers, strict=True)):
-        attended, entry = _attend(config, layer.attn, ops.rms_norm(x, layer.input_norm.weight, eps=eps), index, step)
+        attended, entry = _attend(config, layer.attn, normalised(layer.input_norm, x, eps=eps), index, step)
         if index % config.attn_res_block_size == 0:
             # What has been summed, and read here as such, is a snapshot now; attention begins the next sum.
             bank, prefix = torch.cat((bank, prefix[:, None]), 1), attended
         else:
             prefix = prefix + attended
         x = attention_residual(layer.mlp_residual, bank, prefix, eps=eps)
-        fed = _feed_forward(config, layer.mlp, ops.rms_norm(x, layer.post_norm.weight, eps=eps), index, taps)
+        fed = _feed_forward(config, layer.mlp, normalised(layer.post_norm, x, eps=eps), index, taps)
         prefix = prefix + fed
         x = attention_residual(next_reader, bank, prefix, eps=eps)
         taps.offer(f"layers.{index}", x)
         entries.append(entry)
-    normed = ops.rms_norm(x, params.norm.weight, eps=eps)
-    return Output(head_logits(normed, params.head.weight, step, logits), normed, taps.taken()), finish(step, entries)
+    normed = normalised(params.norm, x, eps=eps)
+    found = head_logits(normed, head_weight(params.embed, params.head), step, logits)
+    return Output(found, normed, taps.taken()), finish(step, entries)
 
 
 def _attend(
@@ -168,11 +183,11 @@ def _attend(
 ) -> tuple[Float[Tensor, "tokens hidden"], Entry | None]:  # fmt: skip
     if isinstance(params, KimiDelta):
         past, bound = step.past(index, DeltaNetState), float(config.gate_lower_bound)
-        return kimi_delta(params, x, past, step, eps=DELTA_NORM_EPS, lower_bound=bound)
+        return kimi_delta(params, x, past, step, eps=config.rms_norm_eps, lower_bound=bound)
     return latent_attention(
         params, x, step.past(index, LatentPages), step, None,
         heads=config.num_attention_heads, nope_dim=config.qk_nope_head_dim, rope_dim=config.qk_rope_head_dim,
-        v_dim=config.v_head_dim, scale=config.softmax_scale, eps=config.rms_norm_eps, gated=True,
+        v_dim=config.v_head_dim, scale=config.softmax_scale, eps=LATENT_EPS, gated=True,
     )  # fmt: skip
 
 
@@ -182,12 +197,12 @@ def _feed_forward(
     if isinstance(params, Mlp):
         return mlp(params, x, caps=config.caps)
     weights, ids = ops.route_sigmoid(
-        router_logits(x, params.router.weight), params.router.bias,
+        router_logits(x, exactly(params.router, BiasedRouter).weight), params.router.bias,
         top_k=config.num_experts_per_token, groups=config.num_expert_group, kept_groups=config.topk_group,
         scale=config.routed_scaling_factor, renormalise=config.moe_renormalize,
     )  # fmt: skip
     taps.offer(f"layers.{index}.router", Routing(ids, weights))
-    latent, each = ops.linear(x, params.down.weight), params.experts
+    latent, each = project(params.down, x), params.experts
     latent = ops.experts(latent, weights.to(x.dtype), ids, each.gate_up, each.down, caps=config.caps)
-    routed = ops.linear(ops.rms_norm(latent, params.norm.weight, eps=config.rms_norm_eps), params.up.weight)
+    routed = project(params.up, normalised(params.norm, latent, eps=config.rms_norm_eps))
     return routed + mlp(params.shared, x, caps=config.caps)

@@ -15,9 +15,6 @@ from lowering.ops.mlp import Caps
 from .. import config as configs
 from .kimi_linear_config import KimiLinearConfig, read_fields
 
-DELTA_NORM_EPS = 1e-5
-"""What is added in the gated norm of the delta attention, whatever `rms_norm_eps` says."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class KimiK3Config(KimiLinearConfig):

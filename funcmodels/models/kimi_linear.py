@@ -12,13 +12,24 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lowering import ops
-from params.tree import tree, unchecked
+from params.tree import exactly, tree, unchecked
 
 from ..attention.gated_delta import DeltaNetState, delta_net_state
 from ..attention.kimi_delta import KimiDelta, kimi_delta, kimi_delta_spec
 from ..attention.mla import LatentAttention, LatentPages, latent_attention, latent_attention_spec, latent_pages
 from ..batch import Batch
-from ..blocks.linear import Embedding, Linear, Norm, embedding_spec, head_spec, norm_spec
+from ..blocks.linear import (
+    Embedding,
+    Linear,
+    Norm,
+    add_normalised,
+    embedding_spec,
+    head_spec,
+    head_weight,
+    look_up,
+    norm_spec,
+    normalised,
+)
 from ..blocks.mlp import (
     BiasedRouter,
     Experts,
@@ -136,17 +147,17 @@ def forward(
     step = begin(state, batch, keep_steps)
     eps = config.rms_norm_eps
     entries: list[Entry | None] = []
-    x = ops.embedding(batch.tokens, params.embed.weight)
-    normed = ops.rms_norm(x, params.layers[0].input_norm.weight, eps=eps)
+    x = look_up(params.embed, batch.tokens)
+    normed = normalised(params.layers[0].input_norm, x, eps=eps)
     next_norms = [layer.input_norm for layer in params.layers[1:]] + [params.norm]
     for index, (layer, next_norm) in enumerate(zip(params.layers, next_norms, strict=True)):
         mixed, entry = _attend(config, layer.attn, normed, index, step)
-        normed, x = ops.add_rms_norm(mixed, x, layer.post_norm.weight, eps=eps)
+        normed, x = add_normalised(layer.post_norm, mixed, x, eps=eps)
         fed = _feed_forward(config, layer.mlp, normed, index, taps)
-        normed, x = ops.add_rms_norm(fed, x, next_norm.weight, eps=eps)
+        normed, x = add_normalised(next_norm, fed, x, eps=eps)
         taps.offer(f"layers.{index}", x)
         entries.append(entry)
-    found = head_logits(normed, params.head.weight, step, logits)
+    found = head_logits(normed, head_weight(params.embed, params.head), step, logits)
     return Output(found, normed, taps.taken()), finish(step, entries)
 
 
@@ -176,7 +187,7 @@ def _feed_forward(
     if isinstance(params, Mlp):
         return mlp(params, x)
     weights, ids = ops.route_sigmoid(
-        router_logits(x, params.router.weight), params.router.bias,
+        router_logits(x, exactly(params.router, BiasedRouter).weight), params.router.bias,
         top_k=config.num_experts_per_token, groups=config.num_expert_group, kept_groups=config.topk_group,
         scale=config.routed_scaling_factor, renormalise=config.moe_renormalize,
     )  # fmt: skip

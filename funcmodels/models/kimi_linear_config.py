@@ -16,9 +16,10 @@ from params.errors import ConfigError
 from .. import config as configs
 
 LATENT_EPS = 1e-6
-"""What is added in the norms of latents, whatever `rms_norm_eps` says: transformers makes them with its default.
+"""What is added in the norms of latents, whatever `rms_norm_eps` says: they are made with their default.
 
-Not so in Kimi-K3, which is read from serving code: that makes them with the config's `rms_norm_eps`.
+So does transformers make Kimi Linear's, and so do Kimi-K3's authors: `KimiMLAAttention` of `modeling_kimi_linear.py` in
+moonshotai/Kimi-K3 at c5d1dd4c428b, whose other norms get the config's. Serving engines give all of them the config's.
 """
 LINEAR, FULL = "linear_attention", "full_attention"
 DENSE, SPARSE = "dense", "sparse"

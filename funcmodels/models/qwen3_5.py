@@ -18,7 +18,19 @@ from params.tree import tree, unchecked
 from ..attention.gated_delta import DeltaNet, DeltaNetState, delta_net, delta_net_spec, delta_net_state
 from ..attention.gqa import GatedAttention, KeyValuePages, gated_attention, gated_attention_spec, key_value_pages
 from ..batch import Batch
-from ..blocks.linear import Embedding, Linear, Norm, embedding_spec, head_spec, head_weight, linear_spec, norm_spec
+from ..blocks.linear import (
+    Embedding,
+    Linear,
+    Norm,
+    add_normalised,
+    embedding_spec,
+    head_spec,
+    head_weight,
+    linear_spec,
+    look_up,
+    norm_spec,
+    normalised,
+)
 from ..blocks.mlp import Mlp, SharedExpertMoe, mlp, mlp_spec, moe, moe_spec
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state import Entry, State
@@ -128,7 +140,7 @@ def forward(
     """Logits and final hidden of the batch's tokens, and the state that holds them too. See `Model.forward`."""
     taps = Taps(outputs, _tap_names(config))
     step = begin(state, batch, keep_steps)
-    x = ops.embedding(batch.tokens, params.embed.weight)
+    x = look_up(params.embed, batch.tokens)
     hidden, entries = decoder_layers(config, params.layers, params.norm, x, batch, step, taps)
     found = head_logits(hidden, head_weight(params.embed, params.head), step, logits)
     return Output(found, hidden, taps.taken()), finish(step, entries)
@@ -142,13 +154,13 @@ def decoder_layers(
     rotary = _rotary(config, batch, step)
     eps = config.rms_norm_eps
     entries: list[Entry | None] = []
-    normed = ops.gemma_rms_norm(x, layers[0].input_norm.weight, eps=eps)
+    normed = normalised(layers[0].input_norm, x, eps=eps)
     next_norms = [layer.input_norm for layer in layers[1:]] + [norm]
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
         mixed, entry = _mix(config, layer.attn, normed, index, step, rotary)
-        normed, x = ops.add_gemma_rms_norm(mixed, x, layer.post_norm.weight, eps=eps)
+        normed, x = add_normalised(layer.post_norm, mixed, x, eps=eps)
         fed = _feed_forward(config, layer.mlp, normed, index, taps)
-        normed, x = ops.add_gemma_rms_norm(fed, x, next_norm.weight, eps=eps)
+        normed, x = add_normalised(next_norm, fed, x, eps=eps)
         taps.offer(f"layers.{index}", x)
         entries.append(entry)
     return normed, entries

@@ -11,11 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lowering import ops
-
 from ..attention.gqa import key_value_pages
 from ..batch import Batch
-from ..blocks.linear import head_weight
+from ..blocks.linear import head_weight, look_up, normalised, project
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state import Entry, State
 from ..step import begin, finish
@@ -53,9 +51,9 @@ def mtp_forward(
         raise ValueError("mtp_forward: these parameters have no mtp head; load a checkpoint whose config has one")
     step = begin(state, batch, keep_steps)
     eps = config.rms_norm_eps
-    embedded = ops.gemma_rms_norm(ops.embedding(batch.tokens, params.embed.weight), mtp.embed_norm.weight, eps=eps)
-    normed = ops.gemma_rms_norm(hidden, mtp.hidden_norm.weight, eps=eps)
-    x = ops.linear(torch.cat((embedded, normed), -1), mtp.fc.weight)
+    embedded = normalised(mtp.embed_norm, look_up(params.embed, batch.tokens), eps=eps)
+    normed = normalised(mtp.hidden_norm, hidden, eps=eps)
+    x = project(mtp.fc, torch.cat((embedded, normed), -1))
     hidden, entries = decoder_layers(config, mtp.layers, mtp.norm, x, batch, step, Taps((), ()))
     found = head_logits(hidden, head_weight(params.embed, params.head), step, logits)
     return Output(found, hidden, {}), finish(step, entries)

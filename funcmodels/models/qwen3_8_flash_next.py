@@ -29,7 +29,17 @@ from ..attention.qsa import (
 )
 from ..batch import Batch
 from ..blocks.hyper_connection import HyperConnection, hyper_connection_spec, read_streams
-from ..blocks.linear import Embedding, Linear, Norm, embedding_spec, head_spec, head_weight, linear_spec, norm_spec
+from ..blocks.linear import (
+    Embedding,
+    Linear,
+    Norm,
+    embedding_spec,
+    head_spec,
+    head_weight,
+    linear_spec,
+    look_up,
+    norm_spec,
+)
 from ..blocks.mlp import SharedExpertMoe, moe, moe_spec
 from ..blocks.ngram_embedding import NgramEmbedding, NgramState, ngram_embedding, ngram_embedding_spec, ngram_state
 from ..output import LogitsOf, Output, Taps, head_logits
@@ -179,7 +189,7 @@ def forward(
     taps = Taps(outputs, _tap_names(config))
     step = begin(state, batch, keep_steps)
     rotary = place_angles(config, batch, step)
-    embedded = ops.embedding(batch.tokens, params.embed.weight)
+    embedded = look_up(params.embed, batch.tokens)
     x = embedded[:, None].expand(-1, config.hc_count, -1)
     entries: list[Entry | None] = []
     for index, layer in enumerate(params.layers):

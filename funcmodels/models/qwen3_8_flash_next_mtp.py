@@ -12,11 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lowering import ops
-
 from ..batch import Batch
 from ..blocks.hyper_connection import read_streams
-from ..blocks.linear import head_weight
+from ..blocks.linear import head_weight, look_up, normalised, project
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state import Entry, State
 from ..step import begin, finish
@@ -50,10 +48,10 @@ def mtp_forward(
     mtp, eps = _head(params), config.rms_norm_eps
     step = begin(state, batch, keep_steps)
     rotary = place_angles(config, batch, step)
-    embedded = ops.gemma_rms_norm(ops.embedding(batch.tokens, params.embed.weight), mtp.embed_norm.weight, eps=eps)
+    embedded = normalised(mtp.embed_norm, look_up(params.embed, batch.tokens), eps=eps)
     # One mean of squares over all streams, unlike the norms of the connections.
-    normed = ops.gemma_rms_norm(hidden, mtp.hidden_norm.weight, eps=eps).unflatten(-1, (config.hc_count, -1))
-    x = ops.linear(embedded, mtp.embed_proj.weight)[:, None] + ops.linear(normed, mtp.hidden_proj.weight)
+    normed = normalised(mtp.hidden_norm, hidden, eps=eps).unflatten(-1, (config.hc_count, -1))
+    x = project(mtp.embed_proj, embedded)[:, None] + project(mtp.hidden_proj, normed)
     entries: list[Entry | None] = []
     for index, layer in enumerate(mtp.layers):
         x, entry = decoder_layer(config, layer, x, batch, index, step, rotary, Taps((), ()))

@@ -40,12 +40,13 @@ def greedy_markov_token(
     base: Float[Tensor, "*lead part"],
     x: Float[Tensor, "*lead rank"],
     weight: Float[Tensor, "outputs rank"] | WeightValue | PreparedWeight,
-    head: Float[Tensor, "vocab inputs"] | WeightValue | PreparedWeight,
+    head: Float[Tensor, "vocab inputs"] | WeightValue | PreparedWeight | None = None,
     only: Int[Tensor, " draft_vocab"] | None = None,
 ) -> Int[Tensor, "*lead"]:
     """The id of the largest logit after `linear(x, weight)` is added, as `rounded_sum` does: a Markov head's choice.
 
-    `base` are logits that `own_logits` made with `head`: all of them, or one rank's. `weight` has a row for each of the
+    `base` are logits that `own_logits` made: of a head that ranks share one rank's, and then this is the `head`; else
+    all of them, and `head` is not read. `weight` has a row for each of the
     vocabulary, or for each of `only`, which is that of `greedy_token`; further ones are padding. Every rank has all of
     it.
     """

@@ -5,6 +5,7 @@ from . import (
     attention_residual,
     delta,
     greedy,
+    hyper_connection,
     kda,
     linear,
     mla,
@@ -17,6 +18,6 @@ from . import (
 )
 
 __all__ = [
-    "attention", "attention_residual", "delta", "greedy", "kda", "linear", "mla", "moe", "quant", "sampling", "sharded",
-    "short_conv", "sparse",
+    "attention", "attention_residual", "delta", "greedy", "hyper_connection", "kda", "linear", "mla", "moe", "quant",
+    "sampling", "sharded", "short_conv", "sparse",
 ]  # fmt: skip

@@ -81,6 +81,7 @@ def _step(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_
         now.addcmul_(update[..., None], k[row, :, None])
         if not in_place:
             after[row] = now
+    after[v.shape[0] :] = state[v.shape[0] :]  # the scratch slot
     return out.to(v.dtype), after, None
 
 

@@ -5,6 +5,8 @@ No rank makes or gets the logits of the whole vocabulary. What goes around is a 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -60,7 +62,7 @@ def _refuse(x, head, only=None) -> str | None:
     return None
 
 
-def _refuse_markov(base, x, weight, head, only=None) -> str | None:
+def _refuse_markov(base, x, weight, head=None, only=None) -> str | None:
     if isinstance(weight, QuantizedWeight):
         return f"takes some rows of a plain weight of the Markov head; this one is quantised ({type(weight).__name__})"
     return _refuse(x, head, only)
@@ -74,7 +76,7 @@ def _best_of_ranks(x, head, only=None):
 @greedy_markov_token.kernel(
     "best_of_ranks", targets=EVERY, refuse=_refuse_markov, weights=(VocabularyWeight, QuantizedWeight)
 )
-def _best_of_corrected(base, x, weight, head, only=None):
+def _best_of_corrected(base, x, weight, head: Any = None, only=None):
     """Of the weight, which every rank has whole, the rows are multiplied that the rank has of the head."""
     own = head.tokens
     bias = linear(x, weight[own.start : own.stop])

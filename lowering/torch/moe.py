@@ -9,6 +9,28 @@ from ..ops.mlp import swiglu
 from ..ops.moe import experts
 from ..target import EVERY
 
+LARGE = 2**20
+"""Elements of all choices' results from which they are added up expert by expert, and never lie side by side."""
+
+
+def _refuse_added(x, weights, ids, gate_up, down, *, caps=None) -> str | None:
+    size = ids.numel() * x.shape[1]
+    return None if size >= LARGE else f"pays from {LARGE} elements of choices' results on; this call has {size}"
+
+
+@experts.kernel("torch_added", targets=("cpu",), refuse=_refuse_added, host_reads=True, eager=True)
+def _added(x, weights, ids, gate_up, down, *, caps=None):
+    choices = ids.shape[1]
+    order = ids.flatten().argsort(stable=True)
+    counts = torch.bincount(ids.flatten(), minlength=gate_up.shape[0]).tolist()
+    out = torch.zeros_like(x)
+    for expert, chosen in enumerate(order.split(counts)):
+        if chosen.shape[0]:
+            token = chosen // choices
+            y = F.linear(swiglu.body(F.linear(x[token], gate_up[expert]), caps=caps), down[expert])
+            out.index_add_(0, token, y.mul_(weights.flatten()[chosen, None]))
+    return out
+
 
 @experts.kernel("torch_grouped", targets=("cpu",), host_reads=True)
 def _grouped(x, weights, ids, gate_up, down, *, caps=None):

@@ -20,7 +20,7 @@ SETTINGS = frozenset(
     ("model_quant_type", "version", "metadata", "group_size", "optional", "reduce_quant_type", "quant_method",
      "packed_modules_mapping", "ignore", "kv_cache_type", "kv_quant_type", "fa_quant_type")
 )  # fmt: skip
-"""Keys that name no tensor. None decides anything about a weight: the schemes of its tensors do."""
+"""Keys that name no tensor. What a weight is, the schemes of its tensors say."""
 
 _CACHE_SETTINGS = ("kv_cache_type", "kv_quant_type", "fa_quant_type")
 _CACHE_WORDS = ("C8", "FAQuant")
@@ -28,10 +28,15 @@ _CACHE_WORDS = ("C8", "FAQuant")
 
 @dataclass(frozen=True)
 class Description:
-    """Tensor, as the names' rules spell it, to its scheme; and the sentences on what cannot be loaded at all."""
+    """Tensor, as the names' rules spell it, to its scheme; and the sentences on what cannot be loaded at all.
+
+    `group_size` are the inputs that share a scale where an output has several. 0 says nothing: what ModelSlim writes
+    is the setting of the layer it came to last, and older exports have none.
+    """
 
     words: Mapping[str, str] = field(repr=False)
     problems: tuple[tuple[str, str], ...]
+    group_size: int = 0
 
     def matched(self, names: Collection[str]) -> Description:
         """The entries under these `names` of tensors, where they call a feed-forward block otherwise than the files."""
@@ -76,7 +81,11 @@ def read_description(directory: Path, canonical: Callable[[str], str]) -> Descri
         if word in _CACHE_WORDS or plain.endswith(".quant_type"):
             problems.append((name, f"{name} is {word}: {_CACHE_REFUSAL}"))
         words[plain] = word
-    return Description(words, tuple(problems))
+    size = entries.get("group_size", 0)
+    if type(size) is not int or size < 0:
+        problems.append(("group_size", f"group_size is {str(size)[:50]}, expected how many inputs share a scale, or 0"))
+        size = 0
+    return Description(words, tuple(problems), size)
 
 
 _CACHE_REFUSAL = (
@@ -85,15 +94,18 @@ _CACHE_REFUSAL = (
 )
 
 
-def written(words: Mapping[str, str]) -> str:
-    """The file for a checkpoint of these tensors. Its settings are those of an export without options."""
+def written(words: Mapping[str, str], groups: Collection[int]) -> str:
+    """The file for a checkpoint of these tensors, in which so many inputs share a scale of `groups`.
+
+    Of several such numbers it can say none. Its other settings are those of an export without options.
+    """
     kinds = sorted(set(words.values()) - {FLOAT})
-    blocks = MX_BLOCK if MXFP8Weight.scheme in kinds else 0
+    sizes = {*groups, *([MX_BLOCK] if MXFP8Weight.scheme in kinds else [])}
     settings = {
         "model_quant_type": next(iter(kinds), FLOAT),
         "version": "1.0.0",
         "metadata": {},
-        "group_size": blocks,
+        "group_size": sizes.pop() if len(sizes) == 1 else 0,
         "optional": {},
     }
     return json.dumps(settings | dict(words), indent=2) + "\n"

@@ -92,7 +92,8 @@ def described(directory: Path, spec: Any, names: Names, tensors: Mapping[str, St
     if description is None:
         return Quantized(spec, names, (), {}, "", FILE)
     known = FOR_LINEARS if modelslim is None else MODELSLIM
-    checkpoint = _Checkpoint(description.words, {plain: tensors[name] for plain, name in own.items()}, known)
+    headers = {plain: tensors[name] for plain, name in own.items()}
+    checkpoint = _Checkpoint(description.words, headers, known, description.group_size)
     seen = own | {f"{module_of(name)}.weight": found for name, found in own.items() if name.endswith(f".{SUFFIX}")}
     layouts = {path: closest(names.layouts(path, leaf, leaves), seen) for path, leaf in leaves.items()}
     nodes = {node: [f"{node}.{name}" if node else name for name in fields] for node, fields in projections(spec)}
@@ -129,11 +130,15 @@ def quantized_spec(directory: Path, spec: Any, names: Names, tensors: Mapping[st
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """Words and headers by the names of the rules; `known` are the words that such a checkpoint may have."""
+    """Words and headers by the names of the rules; `known` are the words that such a checkpoint may have.
+
+    `group_size` is the description's.
+    """
 
     words: Mapping[str, str] = field(repr=False)
     tensors: Mapping[str, StoredTensor] = field(repr=False)
     known: tuple[str, ...] = FOR_LINEARS
+    group_size: int = 0
 
     def members(self, layout: Layout) -> dict[str, str]:
         """The words of a leaf's weights. One that is missing altogether is taken to be like its neighbours."""
@@ -179,7 +184,19 @@ def _member_problems(path: str, part: Part, word: str, checkpoint: _Checkpoint) 
     if scale is not None and not 0 < scale < float("inf"):
         text = f"{module_of(part.name)}.input_scale is {scale}, expected a positive number"
         return [Problem(KIND, part.name, text)]
+    grouped = f"{module_of(part.name)}.{GROUPED[word]}" if word in GROUPED else ""
+    found, size, inputs = checkpoint.columns(grouped), checkpoint.group_size, part.shape[-1]
+    if found > 1 and size and found * size != inputs:
+        text = (
+            f"{grouped} has scales for {found} groups, {FILE} says group_size {size}, and {part.name} ({path}) has "
+            f"{inputs} inputs; expected {inputs} / {size} groups, and whole ones"
+        )
+        return [Problem(KIND, grouped, text)]
     return []
+
+
+GROUPED = {Int8Weight.scheme: "weight_scale", Int4Weight.scheme: "weight_scale_second"}
+"""What may have a scale for each group of inputs: a column of the tensor so called."""
 
 
 def _grouped(leaf: TensorSpec, layout: Layout, words: Mapping[str, str], checkpoint: _Checkpoint) -> tuple[Group, ...]:

@@ -230,6 +230,18 @@ def zero_offsets(names: Names, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
     return found
 
 
+def group_sizes(tree: Any) -> set[int]:
+    """How many inputs share a scale, of the tree's weights whose outputs have several."""
+    weights = [node for _, node in items(tree, _is_grouped) if _is_grouped(node)]
+    scales = [node.second_scale if isinstance(node, Int4Weight) else node.scale for node in weights]
+    counts = [1 if scale is None else scale.shape[-1] for scale in scales]
+    return {node.shape[-1] // count for node, count in zip(weights, counts, strict=True) if count > 1}
+
+
+def _is_grouped(node: Any) -> bool:
+    return isinstance(node, (Int8Weight, Int4Weight))
+
+
 def is_quantized(node: Any) -> bool:
     """Whether a node is a quantised weight."""
     return isinstance(node, QuantizedWeight)

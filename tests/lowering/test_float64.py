@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ import funcmodels as fm
 import lowering
 from lowering import OPS, LoweringError, Policy, ops
 from lowering.op import REFERENCE, Kernel
+from params import tree as trees
 from params.tree import items, put
 from tests.cases import CASES, DECODE_8, Case, Draw, delta, live
+from tests.oracle import deepseek_v2, kimi_linear, qwen3_8_flash_next
 from tests.oracle.qwen3_5 import KINDS, pair, tokens
 from tests.tolerances import assert_close
 
@@ -132,6 +135,26 @@ def test_a_float64_model_prefills_and_decodes(kind: str, recurrent: torch.dtype)
     assert whole.dtype == found[0].dtype == torch.float64
     reason = "roundings of every layer add up, and norms of small values magnify them"
     assert_close(torch.cat(found), whole, dtype=recurrent, looser=20, reason=reason)
+
+
+@pytest.mark.parametrize("family", [kimi_linear, deepseek_v2, qwen3_8_flash_next], ids=lambda family: family.__name__)
+def test_one_argument_makes_all_float64(family: Any, tmp_path: Path) -> None:
+    """Leaves that families want in float32, states, and what is read again as it is stored; bfloat16 leaves them so."""
+    one, draw = family.pair(*getattr(family, "KINDS", ())[:1], 0), Draw(torch.float64)
+    exact = trees.map(lambda leaf: draw.normal(*leaf.shape), one.model.param_spec())
+    fm.save(one.model, exact, tmp_path)
+    for dtype in (torch.float64, None):
+        model, found = fm.load(tmp_path, dtype=dtype)
+        assert found == exact
+        state = model.init_state(1, 16)
+        _, after = forward(model, found, state, [[1, 2, 3]])
+        kinds = {leaf.dtype for part in (found, state.layers, after.layers) for leaf in trees.leaves(part)}
+        assert {kind for kind in kinds if kind.is_floating_point} == {torch.float64}
+    model, found = fm.load(tmp_path, dtype=torch.bfloat16)
+    pinned = {path for path, leaf in items(model.param_spec()) if leaf.dtype == torch.float32}
+    assert pinned == {path for path, leaf in items(found) if leaf.dtype == torch.float32}
+    state = model.init_state(1, 16)
+    assert {leaf.dtype for leaf in trees.leaves(state.layers)} <= {torch.float32, torch.int64}
 
 
 @pytest.mark.parametrize("kind", KINDS)

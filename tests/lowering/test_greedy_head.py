@@ -130,7 +130,7 @@ def test_random_rows_with_many_ties(ranks: int, each: int, monkeypatch: pytest.M
         assert tokens.dtype == torch.int64
         assert np.array_equal(tokens.numpy(), defined(base))
     chosen = together(monkeypatch, heads, lambda part: markov(own_logits(x, part), found, w2, part))
-    for tokens in (*chosen, ops.greedy_markov_token(base, found, w2, head)):
+    for tokens in (*chosen, ops.greedy_markov_token(base, found, w2, head), ops.greedy_markov_token(base, found, w2)):
         assert np.array_equal(tokens.numpy(), defined(corrected))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from lowering import OPS, LoweringError, Policy
 from lowering.comparison import prepared
 from lowering.op import REFERENCE, Kernel
 from lowering.target import TARGETS
+from params import tree
 from params.shards import AddendWeight, SomeExperts, VocabularyWeight
 from tests.cases import CASES, Case, live
 from tests.tolerances import assert_close
@@ -57,6 +59,29 @@ def test_a_kernel_equals_the_reference(case: Case, kernel: Kernel, dtype: torch.
         actual = op(*args, **kwargs)
     plain, kwargs = case.arguments(dtype)
     assert_close(live(case.op, actual), live(case.op, op.body(*plain, **kwargs)), length=case.length)
+
+
+@pytest.fixture
+def poisoned() -> Iterator[Callable[[], None]]:
+    """Called, makes Torch fill all memory that it hands out, with NaN or the largest integer."""
+    yield lambda: torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("name", sorted({case.op for case in CASES}))
+def test_nothing_that_is_returned_was_never_written(name: str, poisoned: Callable[[], None]) -> None:
+    """Every kernel gives the same in memory full of NaN: padding, scratch rows and scratch pages too."""
+    calls = []
+    for kernel in OPS[name].serving("cpu"):
+        cases = [case for case in CASES if case.op == name and not case.bench]
+        each = [(case, kernel, *laid_out(kernel, case, torch.float32)) for case in cases[:: max(1, len(cases) // 8)]]
+        taken = [call for call in each if kernel.refuse is None or kernel.refuse(*call[2], **call[3]) is None]
+        calls += [(case, kernel, kernel.run(*args, **kwargs)) for case, kernel, args, kwargs in taken]
+    poisoned()
+    for case, kernel, expected in calls:
+        args, kwargs = laid_out(kernel, case, torch.float32)
+        assert tree.equal(kernel.run(*args, **kwargs), expected), f"{case} {kernel.name}"
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)

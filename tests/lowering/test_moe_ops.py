@@ -7,7 +7,9 @@ import torch
 
 import lowering
 from lowering import ops
-from tests.cases import Draw
+from lowering.torch import moe
+from tests.cases import Draw, cases_of
+from tests.lowering.largest import largest
 from tests.tolerances import assert_close
 
 
@@ -106,8 +108,9 @@ KERNELS = [kernel.name for kernel in ops.experts.serving("cpu") if kernel.reads(
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-def test_experts(kernel: str, dtype: torch.dtype) -> None:
+def test_experts(kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token visits its own experts; an expert that nobody chose may hold NaN, one that overflows stays apart."""
+    monkeypatch.setattr(moe, "LARGE", 0)
     draw = Draw(dtype)
     tokens, hidden, inner, count = 7, 10, 6, 15
     x, weights, ids = (
@@ -127,6 +130,18 @@ def test_experts(kernel: str, dtype: torch.dtype) -> None:
         assert_close(ops.experts(x, weights, ids, gate_up, down), expected, length=hidden, dtype=dtype)
         gate_up[14] = torch.inf
         assert_close(ops.experts(x, weights, ids, gate_up, down), expected, length=hidden, dtype=dtype)
+
+
+def test_results_of_all_choices_never_lie_side_by_side() -> None:
+    """For a prompt: what grows with it is what is returned, however many experts a token has."""
+    (case,) = [case for case in cases_of("experts") if case.name == "many_choices"]
+    args, kwargs = case.arguments()
+    choice = ops.experts.explain(*args)
+    kernels, prompt = ops.experts.kernels, args[0].numel()
+    assert choice.kernel.name == "torch_added"
+    assert largest(choice.kernel.run, *args, **kwargs) <= prompt
+    assert largest(kernels["torch_grouped"].run, *args, **kwargs) == 4 * prompt
+    assert torch.equal(choice.kernel.run(*args, **kwargs), kernels["torch_grouped"].run(*args, **kwargs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])

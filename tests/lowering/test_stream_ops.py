@@ -11,6 +11,9 @@ from torch import Tensor
 
 import lowering
 from lowering import ops
+from lowering.torch import hyper_connection
+from tests.cases import Draw
+from tests.lowering.largest import largest
 from tests.tolerances import assert_close
 
 ONE_ROW: dict[str, Any] = {"uniform": True, "keep_steps": False}
@@ -53,6 +56,28 @@ def test_a_connection_is_its_formula(streams: int, hidden: int, rank: int) -> No
     y = torch.randn(5, hidden, dtype=torch.float64)
     written = ops.hyper_inject(x, y, weights)
     assert_close(written, torch.stack([x[:, s] + back[:, s, None] * y for s in range(streams)], 1))
+
+
+@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_connections_of_a_prompt_work_on_some_tokens_at_a_time(
+    monkeypatch: Any, writes: bool, dtype: torch.dtype
+) -> None:
+    """The last piece is of fewer. No tensor but a result is of all tokens."""
+    monkeypatch.setattr(hyper_connection, "BLOCK", 2 * 3 * 16 + 5)
+    draw = Draw(dtype)
+    x, y = draw.normal(41, 3, 16), draw.normal(41, 16)
+    args = x, draw.normal(48), draw.normal(5 + 3 * writes, 48), draw.normal(48, 5)
+    kernels = [ops.hyper_mix.explain(*args, eps=1e-6).kernel, ops.hyper_inject.kernels["torch_blocked"]]
+    assert kernels[0].name == "torch_blocked"
+    mixed, weights = kernels[0].run(*args, eps=1e-6)
+    expected, others = ops.hyper_mix.body(*args, eps=1e-6)
+    assert_close(mixed, expected, length=48)
+    assert (weights is None) == (others is None) == (not writes)
+    assert largest(lambda: kernels[0].run(*args, eps=1e-6)) <= 41 * 16
+    if weights is not None and others is not None:
+        assert_close(weights, others, length=48)
+        assert torch.equal(kernels[1].run(x, y, weights), ops.hyper_inject.body(x, y, weights))
 
 
 @pytest.mark.parametrize("open_stream", range(4))

@@ -20,8 +20,8 @@ import params
 from tests.oracle.qwen3_5 import Pair, Remembered
 
 PREFIX, HEAD = "language_model.model.", "language_model.lm_head.weight"
-DELTA_EPS = 1e-5
-"""In the norm behind the delta rule, whatever the config says."""
+LATENT_EPS = 1e-6
+"""In the norms of latents, whatever the config says: the authors' modelling file makes these with their default."""
 SEEDS = range(4)
 """Between them: snapshots after one, two and three layers, ups with and without a cap, experts in one group and two."""
 
@@ -231,7 +231,7 @@ class Row:
             state = np.exp(decay)[:, None] * self.delta[layer][h]
             state = state + np.outer(key, beta[h] * (v[h] - state.T @ key))
             self.delta[layer][h] = state
-            out.append(self.norm(state.T @ (query / np.sqrt(dim)), f"{name}.o_norm", DELTA_EPS) * sigmoid(z[own]))
+            out.append(self.norm(state.T @ (query / np.sqrt(dim)), f"{name}.o_norm") * sigmoid(z[own]))
         return self.w[f"{name}.o_proj.weight"] @ np.concatenate(out)
 
     def convolved(self, layer: int) -> np.ndarray:
@@ -244,10 +244,10 @@ class Row:
     def mla(self, x: np.ndarray, layer: int) -> np.ndarray:
         name = f"layers.{layer}.self_attn"
         heads, nope = self.f["num_attention_heads"], self.f["qk_nope_head_dim"]
-        latent = self.norm(self.w[f"{name}.q_a_proj.weight"] @ x, f"{name}.q_a_layernorm")
+        latent = self.norm(self.w[f"{name}.q_a_proj.weight"] @ x, f"{name}.q_a_layernorm", LATENT_EPS)
         queries = (self.w[f"{name}.q_b_proj.weight"] @ latent).reshape(heads, -1)
         kv, rank = self.w[f"{name}.kv_a_proj_with_mqa.weight"] @ x, self.f["kv_lora_rank"]
-        self.latents[layer].append(self.norm(kv[:rank], f"{name}.kv_a_layernorm"))
+        self.latents[layer].append(self.norm(kv[:rank], f"{name}.kv_a_layernorm", LATENT_EPS))
         self.shared[layer].append(kv[rank:])
         up = self.w[f"{name}.kv_b_proj.weight"].reshape(heads, nope + self.f["v_head_dim"], rank)
         out = []

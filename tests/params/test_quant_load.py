@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 import params
 from params.names.qwen3_5 import NAMES
+from params.names.rules import Names, Plain
 from params.quant.stored import projections
 from params.quant.values import (
     Int4Weight,
@@ -27,7 +28,9 @@ from params.quant.values import (
     SplitWeight,
     StaticInt8Weight,
 )
-from tests.params.modelslim import Tensors, export, unstacked, write
+from tests.params.conftest import Node, linear
+from tests.params.conftest import weight as norm_weight
+from tests.params.modelslim import FILE, Tensors, export, unstacked, write
 
 KINDS = {kind.scheme: kind for kind in (Int8Weight, StaticInt8Weight, Int4Weight, MXFP8Weight)}
 USUAL = ("lm_head", "gate", "shared_expert_gate", "embed_tokens", "norm", "layernorm", "q_norm", "k_norm")
@@ -157,7 +160,7 @@ def test_groups_and_slices(oracle: Any, spec_of: Any, tmp_path: Path, word: str,
         lambda module: word if ".experts." in module else "FLOAT",
         lambda module: how if ".experts." in module else {},
     )
-    tree = loaded(write(tmp_path / "x", tensors, words, group_size=8), model, spec_of)
+    tree = loaded(write(tmp_path / "x", tensors, words), model, spec_of)
     expected = float_tree(floats, model, spec_of)
     for index in range(4):
         ours, theirs = tree.layers[index].mlp.experts, expected.layers[index].mlp.experts
@@ -166,6 +169,39 @@ def test_groups_and_slices(oracle: Any, spec_of: Any, tmp_path: Path, word: str,
     back = params.to_checkpoint(tree, spec_of(model.config), NAMES)
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize(
+    ("word", "inputs", "groups", "size"),
+    [(word, *sizes) for word in ("W8A8_DYNAMIC", "W4A8_DYNAMIC")
+     for sizes in [(48, 2, 24), (48, 2, 0), (48, 1, 32), (48, 2, 32), (48, 3, 32), (96, 4, 24), (96, 4, 32)]]
+    + [("W8A8_DYNAMIC", 48, 2, wrong) for wrong in (-24, "24", 24.0, None, True, 10**400)],
+)  # fmt: skip
+def test_the_descriptions_group_size_is_that_of_the_scales(
+    tmp_path: Path, word: str, inputs: int, groups: int, size: Any
+) -> None:
+    """Scales of other groups are refused; 0 says nothing; and what is saved again says the same."""
+    names = Names("", {"qkv.weight": Plain("w.weight"), "norm.weight": Plain("norm.weight")})
+    spec = Node(qkv=linear(6, inputs), norm=norm_weight(3))
+    floats = {
+        "w.weight": torch.randn(6, inputs, generator=torch.Generator().manual_seed(0)),
+        "norm.weight": torch.ones(3),
+    }
+    tensors, words, floats = export(
+        floats,
+        lambda module: word if module == "w" else "FLOAT",
+        lambda module: {"groups": groups} if groups > 1 and module == "w" else {},
+    )
+    directory = write(tmp_path / "x", tensors, words, group_size=size)
+    if type(size) is not int or size < 0 or (size and groups > 1 and groups * size != inputs):
+        with pytest.raises(params.CheckpointError, match="group_size"):
+            params.load(directory, spec, names)
+        return
+    tree = params.load(directory, spec, names)
+    torch.testing.assert_close(tree.qkv.weight.dequantized(), floats["w.weight"], rtol=1e-5, atol=1e-9)
+    again = params.save(tree, tmp_path / "y", spec, names, {"model_type": "qwen3_5_text"})
+    entries = json.loads((again / FILE).read_text())
+    assert entries["group_size"] == (inputs // groups if groups > 1 else 0) and params.load(again, spec, names) == tree
 
 
 def renamed(layout: str) -> Callable[[str], str]:

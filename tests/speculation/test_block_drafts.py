@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import funcmodels as fm
 import lowering
@@ -66,6 +68,48 @@ def test_context_and_drafts_are_those_of_the_formulas(variant: str, seed: int) -
         close(fm.logical(dstate, row), formula.entries())
         assert params.equal(fm.logical(after, row), fm.logical(dstate, row))
         assert proposal.tokens[row].tolist() == formula.drafts(1)[0]
+
+
+@pytest.mark.parametrize(("variant", "norm"), [("plain", Qwen3RMSNorm), ("gemma", Gemma3RMSNorm)])
+def test_keys_of_the_context_are_rounded_as_keys_of_a_block(variant: str, norm: Any) -> None:
+    """In bfloat16, to the bit: by transformers' own norm of each head, whatever the tokens around it are."""
+    one, generator = drafter(variant, 2).draft, torch.Generator().manual_seed(3)
+    own, config = params.to(one.params, dtype=torch.bfloat16), one.config
+    features = torch.randn(40, own.fc.weight.shape[1], generator=generator).bfloat16()
+    cos, sin = torch.ones(40, config.head_dim // 2), torch.zeros(40, config.head_dim // 2)
+    k, v = block.context_entries(config, own, features, (cos, sin))
+    unit = norm(config.hidden_size, eps=config.rms_norm_eps).bfloat16()
+    heads = norm(config.head_dim, eps=config.rms_norm_eps).bfloat16()
+    unit.weight.copy_(own.hidden_norm.weight)
+    context, kv_rows = unit(features @ own.fc.weight.T), config.num_key_value_heads * config.head_dim
+    for layer, node in enumerate(own.layers):
+        heads.weight.copy_(node.attn.k_norm.weight)
+        theirs_k, theirs_v = (
+            (context @ node.attn.qkv.weight[-2 * kv_rows :].T).unflatten(1, (2, -1, config.head_dim)).unbind(1)
+        )
+        assert torch.equal(k[:, layer], heads(theirs_k)) and torch.equal(v[:, layer], theirs_v)
+
+
+def test_a_block_has_hidden_states_of_its_own() -> None:
+    """From hidden values alone the context is made; a block's states, through the head, are what is proposed of it."""
+    one = drafter("dflash", 0)
+    ids, model = tokens(one.one, 5, 3, seed=1), one.one.params
+    _, dstate, carry, out = begun(one, ids)
+    batch = fm.Batch.from_lists(ids)
+    following = fm.next_tokens(batch, carry.token)
+    again, _ = one.draft.extend(
+        model,
+        one.draft.init_state(one.one.model.init_state(2, 40)),
+        fm.Output.of(out.hidden, out.extra),
+        batch,
+        following,
+    )
+    assert all(params.equal(fm.logical(again, row), fm.logical(dstate, row)) for row in range(2))
+    hidden, _ = one.draft.hidden(model, dstate, carry)
+    assert hidden.shape == (2, one.draft.config.block, one.draft.config.hidden_size)
+    proposal, _ = one.draft.propose(model, dstate, carry, one.draft.most_steps)
+    logits = hidden[:, 1:] @ (model.embed.weight if model.head is None else model.head.weight).T
+    assert torch.equal(proposal.tokens, logits.argmax(-1))
 
 
 @variants
