@@ -18,6 +18,8 @@ FinishReason = Literal["length", "eos", "stop"]
 class Request:
     """A prompt and when to stop: after `max_new_tokens`, at a token of `eos`, or where the text has a `stop` string.
 
+    A stop string may hold special tokens, as they are written: they count in their places, though texts lack them.
+
     Raises `TypeError` for a field of another type, `ValueError` for `max_new_tokens` below 1.
     """
 
@@ -135,7 +137,7 @@ class Row:
             self.tokens.append(token)
             piece += self._read(token)
             if self.reason is not None:
-                piece += self.text.finish() if self.text is not None else ""
+                piece += self._end()
                 break
         self.pieces.append(piece)
         return Event(self.number, tuple(self.tokens[known:]), piece, self._result())
@@ -150,12 +152,19 @@ class Row:
         """The text that is certain with `token`, and the reason to end if there is one."""
         if token in self.request.eos:
             self.reason = "eos"
-            return ""
+            return self.text.leave_out(token) if self.text is not None else ""
         piece = self.text.push(token) if self.text is not None else ""
         if self.text is not None and self.text.stopped:
             self.reason = "stop"
         elif len(self.tokens) == self.request.max_new_tokens:
             self.reason = "length"
+        return piece
+
+    def _end(self) -> str:
+        """The text that was held back, if it holds no stop string."""
+        piece = self.text.finish() if self.text is not None else ""
+        if self.text is not None and self.text.stopped:
+            self.reason = "stop"
         return piece
 
     def _result(self) -> Result | None:
