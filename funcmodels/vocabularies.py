@@ -22,7 +22,7 @@ from params.files import CONFIG_LIMIT, read_object
 from .config import section
 from .detokenizer import BYTE_CHARS, Stage, flat, stages_of, with_part
 
-FILE_LIMIT = 2**28
+TOKENIZER_LIMIT = 2**28
 """Bytes a tokenizer's file may have; that of Gemma 3, among the largest, has 33 million."""
 TEXT_LIMIT, TEXT_GROWTH = 2**20, 64
 """Characters that a text may have once it is normalized, or how many times as many as before, whichever is more."""
@@ -74,11 +74,11 @@ def _panic(error: BaseException | None) -> bool:
 
 def _content(path: Path) -> bytes:
     try:
-        if path.is_file() and path.stat().st_size <= FILE_LIMIT:
+        if path.is_file() and path.stat().st_size <= TOKENIZER_LIMIT:
             return path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    raise CheckpointError(f"{path} is no regular file, or has more than {FILE_LIMIT} bytes; download it again")
+    raise CheckpointError(f"{path} is no regular file, or has more than {TOKENIZER_LIMIT} bytes; download it again")
 
 
 class TokenizerJson:
