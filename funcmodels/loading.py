@@ -16,6 +16,7 @@ from params.errors import CheckpointError
 from params.quant.schemes import is_quantized_checkpoint
 from params.sharding import Ranks
 
+from .config import section
 from .model import Model, build
 from .parallel import ranks_of
 from .text import Tokenizer
@@ -113,5 +114,5 @@ def _mtp_layers(names: Iterable[str]) -> int:
 
 def _with_mtp(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     count = {"mtp_num_hidden_layers": layers}
-    nested = config.get("text_config")
+    nested = section(config, "text_config")
     return {**config, **count} | ({"text_config": {**nested, **count}} if nested else {})

@@ -21,6 +21,8 @@ or infinite, as with broken parameters, or where every token is forbidden. It en
 class Request:
     """A prompt and when to stop: after `max_new_tokens`, at a token of `eos`, or where the text has a `stop` string.
 
+    A stop string may hold special tokens, as they are written: they count in their places, though texts lack them.
+
     Its draws are a function of `sampling.seed` and `number`, an integer of 64 bits, by default its place in the list
     of requests: with the number of its result the same tokens come again alone, in any company and order. Requests may
     have one number in common: equal prompts then give equal samples, others share noise, not tokens.
@@ -178,7 +180,7 @@ class Row:
                 self.tokens.append(token)
                 piece += self._read(token)
             if self.reason is not None:
-                piece += self.text.finish() if self.text is not None else ""
+                piece += self._end()
                 break
         self.pieces.append(piece)
         return Event(self.number, tuple(self.tokens[known:]), piece, self._result())
@@ -192,12 +194,19 @@ class Row:
         """The text that is certain with `token`, and the reason to end if there is one."""
         if token in self.request.eos:
             self.reason = "eos"
-            return ""
+            return self.text.leave_out(token) if self.text is not None else ""
         piece = self.text.push(token) if self.text is not None else ""
         if self.text is not None and self.text.stopped:
             self.reason = "stop"
         elif len(self.tokens) == self.request.max_new_tokens:
             self.reason = "length"
+        return piece
+
+    def _end(self) -> str:
+        """The text that was held back, if it holds no stop string."""
+        piece = self.text.finish() if self.text is not None else ""
+        if self.text is not None and self.text.stopped:
+            self.reason = "stop"
         return piece
 
     def _result(self) -> Result | None:
