@@ -66,7 +66,7 @@ class Batch:
         vocab = state.vocab if state is not None and vocab is None else vocab
         for row, ids in enumerate(lists):
             _check_ids(row, ids, vocab)
-        flat = torch.tensor([operator.index(token) for ids in lists for token in ids], dtype=torch.int64)
+        flat = torch.tensor([operator.index(token) for ids in lists for token in ids], dtype=torch.int64, device="cpu")
         return Batch.from_tokens(flat, [len(ids) for ids in lists], state, device=device)
 
     @staticmethod
@@ -89,7 +89,7 @@ class Batch:
         if uniform:
             starts = torch.arange(0, (len(counts) + 1) * most, most, dtype=torch.int32, device=tokens.device)
         else:
-            starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32).to(tokens.device)
+            starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cpu").to(tokens.device)
         return Batch(tokens, starts, max_query=max(most, 1), uniform=uniform, counts=tuple(counts))
 
     def pad(self, tokens: int, max_query: int | None = None) -> Batch:
