@@ -126,9 +126,9 @@ def _many(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> 
 def _hide(scores: Tensor, window: int | None) -> None:
     """Write minus infinity where a block's queries, the last of which sees the last key, must not look."""
     queries, keys = scores.shape[-2:]
-    scores[..., keys - queries :] += torch.full((queries, queries), -torch.inf).triu(1)
+    scores[..., keys - queries :] += scores.new_full((queries, queries), -torch.inf).triu(1)
     before = 0 if window is None else max(keys - window, 0)
-    scores[..., :before] += torch.full((queries, before), -torch.inf).tril(keys - queries - (window or 0))
+    scores[..., :before] += scores.new_full((queries, before), -torch.inf).tril(keys - queries - (window or 0))
 
 
 def _refuse_window(
