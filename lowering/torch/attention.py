@@ -32,7 +32,7 @@ FEW = 8
 """Queries of a row up to which keys and values are read in their own dtype, without a float32 copy of the cache."""
 
 
-@attention.kernel("torch_sdpa", targets=EVERY, batches=False, forward_ad=False)
+@attention.kernel("torch_sdpa", targets=EVERY, batches=False, backward_once=True)
 def _rectangle(q, k, v, query_start, *, max_query, uniform, scale, window=None):
     # A row's missing cells come after its tokens, so the causal mask hides them.
     q4, k4, v4 = (to_rectangle(x, query_start, max_query, uniform).transpose(1, 2) for x in (q, k, v))
@@ -60,7 +60,7 @@ def _refuse_rows(
     return None if host.exact else "needs exact row lengths on the host, and only an upper bound is known"
 
 
-@paged_attention.kernel("torch_rows", targets=("cpu",), refuse=_refuse_rows, host_reads=True, forward_ad=False)
+@paged_attention.kernel("torch_rows", targets=("cpu",), refuse=_refuse_rows, host_reads=True, backward_once=True)
 def _rows(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale, window=None):
     out = q.new_zeros(q.shape[0], q.shape[1], v_pages.shape[3])
     at = 0
@@ -152,7 +152,7 @@ def _refuse_block_rows(q, k_pages, v_pages, page_table, lengths, host, *, block,
     return None if host.exact else "needs exact row lengths on the host, and only an upper bound is known"
 
 
-@block_attention.kernel("torch_rows", targets=("cpu",), refuse=_refuse_block_rows, host_reads=True, forward_ad=False)
+@block_attention.kernel("torch_rows", targets=("cpu",), refuse=_refuse_block_rows, host_reads=True, backward_once=True)
 def _block_rows(q, k_pages, v_pages, page_table, lengths, host, *, block, scale, window=None):
     outputs = []
     for x, length, pages in zip(q.split(block), host.length, host.pages, strict=True):

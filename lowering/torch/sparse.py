@@ -254,7 +254,7 @@ def _grouped(q: Tensor, kv_heads: int) -> Tensor:
     return q.unflatten(1, (kv_heads, q.shape[1] // kv_heads))
 
 
-@sparse_attention.kernel("torch_blocked", targets=EVERY, batches=False, forward_ad=False)
+@sparse_attention.kernel("torch_blocked", targets=EVERY, batches=False, backward_once=True)
 def _attend_blocked(q, k_pages, v_pages, selected, page_table, lengths, query_start, *, scale):
     row, visible = visible_tokens(lengths, query_start, q.shape[0])
     chosen = torch.where(visible[:, None] > 0, selected, -1)
