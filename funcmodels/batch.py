@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lowering.host import HostInt, readable, symbolic
+from lowering.host import HostInt, readable, symbolic, valueless
 from params.tree import off_tree, static, tree, unchecked
 
 from .errors import StateError
@@ -170,7 +170,7 @@ def check_layout(batch: Batch) -> None:
         raise ValueError(
             f"the batch says uniform, {batch.rows} rows of {batch.max_query} tokens, and holds {tokens} tokens; {_MAKE}"
         )
-    if symbolic(batch.counts):
+    if valueless(batch.tokens) or symbolic(batch.counts):
         return
     if sum(batch.counts) > tokens or not all(0 <= count <= batch.max_query for count in batch.counts):
         raise ValueError(

@@ -125,6 +125,7 @@ class Op:
         self.lacking: dict[str, str] = {}
         self.orders: dict[str, Order] = {}
         self._removed: set[str] = set()
+        self._in_graph = _opaque(self)
         registry.add(self, replace=replace)
 
     def __repr__(self) -> str:
@@ -136,15 +137,20 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the kernel chosen for this call."""
+        if torch.compiler.is_dynamo_compiling():
+            return self._in_graph(*map(_wrapped, args), **{name: _wrapped(value) for name, value in kwargs.items()})
+        return self._dispatched(args, kwargs)
+
+    def _dispatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode, around = MODE.get(), _surroundings()
         key = _key(mode.key, around, args, kwargs)
-        choice = self._choices.get(key) or self._first(key, mode, args, kwargs)
+        choice = self._choice(key, mode, args, kwargs)
         kernel = choice.kernel
         differentiated = (kernel.eager or not kernel.differentiable or kernel.backward_once) and _records_gradients(args)
         if differentiated:
             around = _with_autograd(around, args)
             key = _key(mode.key, around, args, kwargs)
-            choice = self._choices.get(key) or self._first(key, mode, args, kwargs)
+            choice = self._choice(key, mode, args, kwargs)
             kernel = choice.kernel
         if mode.report is not None:
             mode.report.add(choice, args, kwargs)
@@ -154,10 +160,15 @@ class Op:
             return differentiated_once(self.name, kernel, around, args, kwargs)
         return kernel.run(*args, **kwargs)
 
-    def _first(self, key: tuple[Any, ...], mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        """The choice for a signature not seen before; `key[1]` are its surroundings."""
-        choice = self._choices[key] = self.choose(mode, key[1], args, kwargs)
-        return choice
+    def _choice(self, key: tuple[Any, ...], mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        """The choice for a signature, remembered under its key; `key[1]` are its surroundings."""
+        try:
+            known = self._choices.get(key)
+        except TypeError:  # a size is a symbol, which no later call can be told from
+            return self.choose(mode, key[1], args, kwargs)
+        if known is None:
+            known = self._choices[key] = self.choose(mode, key[1], args, kwargs)
+        return known
 
     def kernel(
         self,
@@ -333,6 +344,31 @@ def op(
     """
     made = functools.partial(Op, contains=contains, replace=replace)
     return made if body is None else made(body)
+
+
+def _opaque(op: Op) -> Callable[..., Any]:
+    """The op as `torch.compile` and `torch.export` record it: one call, whose kernel is chosen once sizes are known."""
+
+    def dispatched(*args: Any, **kwargs: Any) -> Any:
+        return op._dispatched(tuple(map(_bare, args)), {name: _bare(value) for name, value in kwargs.items()})
+
+    dispatched.__name__ = op.name
+    return torch._dynamo.decorators.nonstrict_trace(dispatched)
+
+
+@tree.tree
+class _Word:
+    """An argument that a recorded call cannot take as it is: a word, or None."""
+
+    value: str | None = tree.static()
+
+
+def _wrapped(value: Any) -> Any:
+    return _Word(value) if value is None or isinstance(value, str) else value
+
+
+def _bare(value: Any) -> Any:
+    return value.value if isinstance(value, _Word) else value
 
 
 def _portable(kernel: Kernel) -> bool:

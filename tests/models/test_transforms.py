@@ -1,0 +1,122 @@
+"""Every family under `torch.func`: first and second derivatives and maps of them, beside difference quotients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+
+import funcmodels as fm
+import lowering
+import params as trees
+from tests.sharding.kinds import KINDS, whole
+
+pytestmark = [
+    pytest.mark.plain,
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+    # Of `linearize` itself, and of the one fused kernel's backward, mapped by `jacrev`.
+    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
+]
+
+STEP = 1e-6
+Scalar = Callable[[Tensor], Tensor]
+
+
+def forward_mode(f: Scalar, at: Tensor, along: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(at, along))).tangent
+
+
+def beneath(f: Scalar, at: Tensor, along: Tensor) -> Tensor:
+    """The gradient of a transform's gradient, by autograd."""
+    at = at.clone().requires_grad_()
+    return torch.autograd.grad(grad(f)(at) @ along, at)[0]
+
+
+FIRST: dict[str, Callable[[Scalar, Tensor, Tensor], Tensor]] = {
+    "grad": lambda f, x, d: grad(f)(x) @ d,
+    "vjp": lambda f, x, d: vjp(f, x)[1](x.new_ones(()))[0] @ d,
+    "jvp": lambda f, x, d: jvp(f, (x,), (d,))[1],
+    "jacrev": lambda f, x, d: jacrev(f)(x) @ d,
+    "jacfwd": lambda f, x, d: jacfwd(f)(x) @ d,
+    "linearize": lambda f, x, d: linearize(f, x)[1](d),
+    "dual level": forward_mode,
+    "functionalize(grad)": lambda f, x, d: functionalize(grad(f))(x) @ d,
+    "grad(vmap)": lambda f, x, d: grad(lambda x: vmap(f)(torch.stack((x, x))).sum())(x) @ d / 2,
+    "vmap(grad)": lambda f, x, d: vmap(grad(f))(torch.stack((x, 0 * x, x)))[2] @ d,
+    "vmap(vmap(grad))": lambda f, x, d: vmap(vmap(grad(f)))(torch.stack((x, 0 * x))[None])[0, 0] @ d,
+    "linearize(vmap)": lambda f, x, d: linearize(vmap(f), torch.stack((x, 0 * x)))[1](torch.stack((d, d)))[0],
+}
+SECOND: dict[str, Callable[[Scalar, Tensor, Tensor], Tensor]] = {
+    "hessian": lambda f, x, d: hessian(f)(x) @ d,
+    "grad(grad)": lambda f, x, d: grad(lambda x: grad(f)(x) @ d)(x),
+    "jacrev(jacrev)": lambda f, x, d: jacrev(jacrev(f))(x) @ d,
+    "jacfwd(jacfwd)": lambda f, x, d: jacfwd(jacfwd(f))(x) @ d,
+    "grad(jvp)": lambda f, x, d: grad(lambda x: jvp(f, (x,), (d,))[1])(x),
+    "jvp(grad)": lambda f, x, d: jvp(grad(f), (x,), (d,))[1],
+    "vjp(grad)": lambda f, x, d: vjp(grad(f), x)[1](d)[0],
+    "linearize(grad)": lambda f, x, d: linearize(grad(f), x)[1](d),
+    "vmap(hessian)": lambda f, x, d: vmap(hessian(f))(torch.stack((0 * x, x)))[1] @ d,
+    "autograd over grad": beneath,
+}
+
+
+OF_ALL = ("jvp", "vmap(grad)", "linearize(vmap)", "grad(grad)", "jvp(grad)")
+"""Those that every family goes through; one family goes through the others too."""
+
+
+def loss_of(kind: str) -> Scalar:
+    """A scalar of two numbers that move the first norm of a model along drawn directions, in float64."""
+    model, params = whole(kind)
+    params = trees.to(params, dtype=torch.float64)
+    leaf = next(path for path, _ in trees.items(params) if path.startswith("layers.0") and path.endswith("norm.weight"))
+    start = trees.at(params, leaf)
+    draw = torch.Generator().manual_seed(2)
+    ways = torch.randn(2, *start.shape, generator=draw, dtype=torch.float64) / 8
+    weights = torch.randn(4, model.config.vocab_size, generator=draw, dtype=torch.float64)
+    batch = fm.Batch.from_lists([[1, 2, 3], [7]])
+
+    def loss(numbers: Tensor) -> Tensor:
+        moved = trees.put(params, leaf, start + numbers @ ways)
+        return (model.forward(moved, None, batch)[0].logits * weights).tanh().sum()
+
+    return loss
+
+
+AT, ALONG = torch.tensor([0.2, -0.3]).double(), torch.tensor([0.7, 0.4]).double()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_derivatives_are_those_of_difference_quotients(kind: str) -> None:
+    """Whatever is nested, no kernel is chosen that lacks the derivative, and nobody has to ask for another."""
+    f = loss_of(kind)
+    slope = (f(AT + STEP * ALONG) - f(AT - STEP * ALONG)) / (2 * STEP)
+    bend = (grad(f)(AT + STEP * ALONG) - grad(f)(AT - STEP * ALONG)) / (2 * STEP)
+    for expected, transforms in ((slope, FIRST), (bend, SECOND)):
+        for name in transforms if kind == "gemma3" else transforms.keys() & set(OF_ALL):
+            found = transforms[name](f, AT, ALONG)
+            assert torch.allclose(found, expected, rtol=1e-6, atol=1e-6 * float(bend.abs().max())), name
+
+
+def create_graph(f: Scalar) -> Any:
+    at = AT.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(f(at), at, create_graph=True)
+    return torch.autograd.grad(gradient @ ALONG, at)[0]
+
+
+@pytest.mark.parametrize("later", [create_graph, lambda f: jacfwd(vjp(f, AT)[1])(AT.new_ones(()))[0]])
+def test_a_derivative_that_is_asked_for_too_late_names_the_way_round(later: Callable[[Scalar], Tensor]) -> None:
+    """When the kernel was chosen nobody could know."""
+    f = loss_of("gemma3")
+    with pytest.raises(lowering.LoweringError, match=r'torch_sdpa.*lowering.use\(attention="torch"\)'):
+        later(f)
+    with lowering.use(attention="torch"):
+        found = later(f)
+    expected = hessian(f)(AT) @ ALONG if later is create_graph else grad(f)(AT)
+    torch.testing.assert_close(found, expected)
