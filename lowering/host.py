@@ -46,7 +46,7 @@ class HostLengths:
 
 def tracing() -> bool:
     """Whether operators are being recorded instead of run, so that values cannot be read and nothing may be kept."""
-    return bool(torch._C._len_torch_dispatch_stack()) or torch.compiler.is_compiling()
+    return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack())
 
 
 def valueless(x: Tensor) -> bool:

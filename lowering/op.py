@@ -125,7 +125,7 @@ class Op:
         self.lacking: dict[str, str] = {}
         self.orders: dict[str, Order] = {}
         self._removed: set[str] = set()
-        self._in_graph = _opaque(self)
+        self._in_graph, self._trees_in_graph = _opaque(self)
         registry.add(self, replace=replace)
 
     def __repr__(self) -> str:
@@ -138,7 +138,8 @@ class Op:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the kernel chosen for this call."""
         if torch.compiler.is_dynamo_compiling():
-            return self._in_graph(*map(_wrapped, args), **{name: _wrapped(value) for name, value in kwargs.items()})
+            flat = all(isinstance(value, _FLAT) for value in args)
+            return self._in_graph(*args, **kwargs) if flat else self._trees_in_graph(*args, **kwargs)
         return self._dispatched(args, kwargs)
 
     def _dispatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -346,29 +347,23 @@ def op(
     return made if body is None else made(body)
 
 
-def _opaque(op: Op) -> Callable[..., Any]:
-    """The op as `torch.compile` and `torch.export` record it: one call, whose kernel is chosen once sizes are known."""
+_FLAT = (Tensor, int, float, str, type(None))
+"""Types of arguments that any recorded call can hold."""
+
+
+def _opaque(op: Op) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The op as Dynamo records it, one call whose kernel is chosen when the graph is lowered: of tensors, and of trees.
+
+    Strict `torch.export` takes the first form alone.
+    """
 
     def dispatched(*args: Any, **kwargs: Any) -> Any:
-        return op._dispatched(tuple(map(_bare, args)), {name: _bare(value) for name, value in kwargs.items()})
+        return op._dispatched(args, kwargs)
 
-    dispatched.__name__ = op.name
-    return torch._dynamo.decorators.nonstrict_trace(dispatched)
+    def dispatched_trees(*args: Any, **kwargs: Any) -> Any:
+        return op._dispatched(args, kwargs)
 
-
-@tree.tree
-class _Word:
-    """An argument that a recorded call cannot take as it is: a word, or None."""
-
-    value: str | None = tree.static()
-
-
-def _wrapped(value: Any) -> Any:
-    return _Word(value) if value is None or isinstance(value, str) else value
-
-
-def _bare(value: Any) -> Any:
-    return value.value if isinstance(value, _Word) else value
+    return torch.compiler.allow_in_graph(dispatched), torch._dynamo.decorators.nonstrict_trace(dispatched_trees)
 
 
 def _portable(kernel: Kernel) -> bool:
