@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from ..host import symbolic
 from ..ops.attention import (
     attend_pages,
     attention,
@@ -32,7 +33,13 @@ FEW = 8
 """Queries of a row up to which keys and values are read in their own dtype, without a float32 copy of the cache."""
 
 
-@attention.kernel("torch_sdpa", targets=EVERY, batches=False, backward_once=True)
+def _refuse_symbol(q, k, v, query_start, *, max_query, uniform, scale, window=None) -> str | None:
+    if window is None or not symbolic((max_query,)):
+        return None
+    return "goes over a window's queries block by block, and their number is a symbol here"
+
+
+@attention.kernel("torch_sdpa", targets=EVERY, refuse=_refuse_symbol, batches=False, backward_once=True)
 def _rectangle(q, k, v, query_start, *, max_query, uniform, scale, window=None):
     # A row's missing cells come after its tokens, so the causal mask hides them.
     q4, k4, v4 = (to_rectangle(x, query_start, max_query, uniform).transpose(1, 2) for x in (q, k, v))
