@@ -28,7 +28,7 @@ from . import registry
 from . import target as targets
 from .errors import LoweringError
 from .once import differentiated_once
-from .policy import MODE, Mode, Policy
+from .policy import COMPILED, MODE, Mode, Policy
 from .target import TARGETS, Target
 from .weights import PreparedWeight
 
@@ -138,6 +138,7 @@ class Op:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the kernel chosen for this call."""
         if torch.compiler.is_dynamo_compiling():
+            assert COMPILED.key  # read, and so guarded
             flat = all(isinstance(value, _FLAT) for value in args)
             return self._in_graph(*args, **kwargs) if flat else self._trees_in_graph(*args, **kwargs)
         return self._dispatched(args, kwargs)

@@ -1,13 +1,15 @@
-"""Every family under `torch.func`: first and second derivatives and maps of them, beside difference quotients."""
+"""Every family under `torch.func`, beside difference quotients; exported; and compiled by `torch.compile`."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.autograd import forward_ad
 from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
@@ -67,7 +69,7 @@ SECOND: dict[str, Callable[[Scalar, Tensor, Tensor], Tensor]] = {
 }
 
 
-OF_ALL = ("jvp", "vmap(grad)", "linearize(vmap)", "grad(grad)", "jvp(grad)")
+OF_ALL = ("vmap(grad)", "grad(grad)", "jvp(grad)")
 """Those that every family goes through; one family goes through the others too."""
 
 
@@ -120,3 +122,57 @@ def test_a_derivative_that_is_asked_for_too_late_names_the_way_round(later: Call
         found = later(f)
     expected = hessian(f)(AT) @ ALONG if later is create_graph else grad(f)(AT)
     torch.testing.assert_close(found, expected)
+
+
+# Programs
+
+
+def logits(model: fm.Model) -> torch.nn.Module:
+    """A forward without a state as what `torch.export` takes."""
+
+    class Logits(torch.nn.Module):
+        def forward(self, params: Any, batch: fm.Batch) -> Tensor:
+            return model.forward(params, None, batch)[0].logits
+
+    return Logits()
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("kind", ["gemma3", "qwen_dense"])
+def test_an_exported_forward_takes_other_batches(kind: str, strict: bool) -> None:
+    """Any number of tokens within the bound that the batch's `max_query` is; and the same again from its file."""
+    model, params = whole(kind)
+
+    def batch(count: int) -> fm.Batch:
+        return fm.Batch.from_lists([list(range(1, count + 1)), [4, 5]]).pad(count + 2, max_query=20)
+
+    example = batch(5)
+    sizes = torch.export.ShapesCollection()
+    sizes[example.tokens] = {0: torch.export.Dim("tokens", min=3, max=40)}
+    exported = torch.export.export(logits(model), (params, example), dynamic_shapes=sizes, strict=strict)
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    for program in (exported, torch.export.load(file)):
+        for given in map(batch, (1, 5, 20)):
+            expected = model.forward(params, None, given)[0].logits
+            torch.testing.assert_close(program.module()(params, given), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("kind", ["gemma3", "qwen_dense"])
+def test_a_compiled_forward_is_compiled_once_for_all_lengths(kind: str) -> None:
+    """Once for the first one, and once for any; and again under another policy."""
+    model, params = whole(kind)
+    counter = CompileCounter()
+    compiled = torch.compile(model.forward, fullgraph=True, backend=counter)
+    for count in (5, 9, 20, 8, 31, *range(10, 25)):
+        batch = fm.Batch.from_lists([[token % 60 for token in range(count)], [4, 5]])
+        found, expected = (run(params, None, batch)[0].logits for run in (compiled, model.forward))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 2
+    with lowering.use(attention="torch"), lowering.record() as report:
+        compiled(params, None, fm.Batch.from_lists([[1, 2, 3, 4, 5], [4, 5]]))
+    assert counter.frame_count == 3
+    assert {row.kernel for row in report.rows if row.op == "attention"} == {"torch"}
