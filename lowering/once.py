@@ -38,8 +38,8 @@ class _Last(torch.autograd.Function):
 def differentiated_once(op: str, kernel: Kernel, around: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The kernel's result, under "autograd" or a transform's "grad", where a further derivative raises."""
     message = (
-        f"{op}: kernel {kernel.name!r} has a first derivative, in reverse mode, and no other; to take one of it, run the "
-        f'forward inside lowering.use({op}="torch")'
+        f"{op}: kernel {kernel.name!r} has a first derivative, in reverse mode, and no other; to take one of it, run "
+        f'the forward inside lowering.use({op}="torch")'
     )
 
     def before(gradient: Tensor) -> None:

@@ -148,7 +148,8 @@ class Op:
         key = _key(mode.key, around, args, kwargs)
         choice = self._choice(key, mode, args, kwargs)
         kernel = choice.kernel
-        differentiated = (kernel.eager or not kernel.differentiable or kernel.backward_once) and _records_gradients(args)
+        limited = kernel.eager or not kernel.differentiable or kernel.backward_once
+        differentiated = limited and _records_gradients(args)
         if differentiated:
             around = _with_autograd(around, args)
             key = _key(mode.key, around, args, kwargs)

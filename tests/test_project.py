@@ -38,7 +38,7 @@ def test_the_declared_dependencies_are_the_imported_ones() -> None:
     (block,) = re.findall(r"^dependencies = \[\n(.*?)^\]", PROJECT, re.DOTALL | re.MULTILINE)
     declared = set(re.findall(r'^    "([a-z_]+)', block, re.MULTILINE))
     used = {name for paths in SOURCES.values() for path in paths for name in imports(path)}
-    used -= {*sys.stdlib_module_names, *SOURCES, "__future__", "torch_npu"}
+    used -= {*sys.stdlib_module_names, *SOURCES, "__future__", "optree", "torch_npu"}
     assert used <= declared
     # numpy is imported by torch and safetensors.
     assert declared - used <= {"numpy"}

@@ -73,9 +73,25 @@ OF_ALL = ("vmap(grad)", "grad(grad)", "jvp(grad)")
 """Those that every family goes through; one family goes through the others too."""
 
 
+LONG = ("kimi_linear", "kimi_k3", "flash_next")
+"""Families whose second derivatives take seconds."""
+
+
+def made(kind: str) -> tuple[fm.Model, Any]:
+    """The model of a kind and random parameters; where layers are listed, of the first two."""
+    fields = KINDS[kind]
+    if "layer_types" not in fields:
+        return whole(kind)
+    model = fm.build(fields | {"num_hidden_layers": 2, "layer_types": fields["layer_types"][:2]})
+    draw = torch.Generator().manual_seed(7)
+    return model, trees.map(
+        lambda leaf: torch.randn(leaf.shape, generator=draw) * max(leaf.shape[-1], 4) ** -0.5, model.init_params()
+    )
+
+
 def loss_of(kind: str) -> Scalar:
     """A scalar of two numbers that move the first norm of a model along drawn directions, in float64."""
-    model, params = whole(kind)
+    model, params = made(kind)
     params = trees.to(params, dtype=torch.float64)
     leaf = next(path for path, _ in trees.items(params) if path.startswith("layers.0") and path.endswith("norm.weight"))
     start = trees.at(params, leaf)
@@ -94,7 +110,9 @@ def loss_of(kind: str) -> Scalar:
 AT, ALONG = torch.tensor([0.2, -0.3]).double(), torch.tensor([0.7, 0.4]).double()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.sweep) if kind in LONG else kind for kind in KINDS]
+)
 def test_derivatives_are_those_of_difference_quotients(kind: str) -> None:
     """Whatever is nested, no kernel is chosen that lacks the derivative, and nobody has to ask for another."""
     f = loss_of(kind)
@@ -139,10 +157,9 @@ def logits(model: fm.Model) -> torch.nn.Module:
 
 @pytest.mark.compile
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("kind", ["gemma3", "qwen_dense"])
-def test_an_exported_forward_takes_other_batches(kind: str, strict: bool) -> None:
+def test_an_exported_forward_takes_other_batches(strict: bool) -> None:
     """Any number of tokens within the bound that the batch's `max_query` is; and the same again from its file."""
-    model, params = whole(kind)
+    model, params = made("qwen_dense")
 
     def batch(count: int) -> fm.Batch:
         return fm.Batch.from_lists([list(range(1, count + 1)), [4, 5]]).pad(count + 2, max_query=20)
@@ -161,10 +178,10 @@ def test_an_exported_forward_takes_other_batches(kind: str, strict: bool) -> Non
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("kind", ["gemma3", "qwen_dense"])
+@pytest.mark.parametrize("kind", ["gemma3", pytest.param("qwen_dense", marks=pytest.mark.sweep)])
 def test_a_compiled_forward_is_compiled_once_for_all_lengths(kind: str) -> None:
     """Once for the first one, and once for any; and again under another policy."""
-    model, params = whole(kind)
+    model, params = made(kind)
     counter = CompileCounter()
     compiled = torch.compile(model.forward, fullgraph=True, backend=counter)
     for count in (5, 9, 20, 8, 31, *range(10, 25)):
