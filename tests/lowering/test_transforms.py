@@ -229,6 +229,7 @@ def test_kernels_without_forward_derivatives_are_left_out_under_jvp() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
 def test_kernels_with_one_derivative_are_left_out_where_another_is_taken() -> None:
     """In forward mode without a transform's level, as `linearize` traces it, and where gradients are nested."""
     inputs, call = split(cases_of("attention")[0], floating)
