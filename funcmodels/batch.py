@@ -153,9 +153,11 @@ def check_layout(batch: Batch) -> None:
     tokens = batch.tokens.shape[0]
     for name, value, shape in (
         ("tokens", batch.tokens, "[tokens]"), ("query_start", batch.query_start, "[rows + 1]"),
-        ("positions", batch.positions, f"[axes, {tokens}]"),
+        ("positions", batch.positions, "[axes, tokens]"),
     ):  # fmt: skip
         if value is not None and (value.ndim != shape.count(",") + 1 or not _holds_integers(value)):
+            # Only here: text made of a size fixes it, where a call is compiled for all sizes.
+            shape = shape.replace(", tokens", f", {tokens}")
             raise ValueError(f"the batch's {name} must be integers {shape}, found {value.dtype} {list(value.shape)}")
     if batch.positions is not None and batch.positions.shape[1] != tokens:
         raise ValueError(

@@ -365,7 +365,8 @@ def _opaque(op: Op) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def dispatched_trees(*args: Any, **kwargs: Any) -> Any:
         return op._dispatched(args, kwargs)
 
-    return torch.compiler.allow_in_graph(dispatched), torch._dynamo.decorators.nonstrict_trace(dispatched_trees)
+    torch.compiler.allow_in_graph(dispatched)
+    return dispatched, torch._dynamo.decorators.nonstrict_trace(dispatched_trees)
 
 
 def _portable(kernel: Kernel) -> bool:

@@ -111,8 +111,9 @@ def tree(cls: type[T]) -> type[T]:
     # A tree is plain data: it may be unpickled without trust, which `torch.load` and `torch.export.load` ask for.
     torch.serialization.add_safe_globals([cls])
     if optree is not None:
+        registered: Any = cls  # any class will do, whatever its annotation says
         optree.register_pytree_node(
-            cls, flatten, lambda context, leaves: unflatten(leaves, context), namespace=_EVERYWHERE
+            registered, flatten, lambda context, leaves: unflatten(leaves, context), namespace=_EVERYWHERE
         )
     return cls
 

@@ -32,7 +32,9 @@ Scalar = Callable[[Tensor], Tensor]
 
 def forward_mode(f: Scalar, at: Tensor, along: Tensor) -> Tensor:
     with forward_ad.dual_level():
-        return forward_ad.unpack_dual(f(forward_ad.make_dual(at, along))).tangent
+        tangent = forward_ad.unpack_dual(f(forward_ad.make_dual(at, along))).tangent
+    assert tangent is not None
+    return tangent
 
 
 def beneath(f: Scalar, at: Tensor, along: Tensor) -> Tensor:
@@ -165,7 +167,7 @@ def test_an_exported_forward_takes_other_batches(strict: bool) -> None:
         return fm.Batch.from_lists([list(range(1, count + 1)), [4, 5]]).pad(count + 2, max_query=20)
 
     example = batch(5)
-    sizes = torch.export.ShapesCollection()
+    sizes: Any = torch.export.ShapesCollection()
     sizes[example.tokens] = {0: torch.export.Dim("tokens", min=3, max=40)}
     exported = torch.export.export(logits(model), (params, example), dynamic_shapes=sizes, strict=strict)
     file = io.BytesIO()
