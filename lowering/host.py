@@ -59,7 +59,10 @@ def valueless(x: Tensor) -> bool:
 
 def readable(x: Tensor) -> bool:
     """Whether the values of `x` can be read without waiting for a device, and are those of the call."""
-    return x.device.type == "cpu" and not valueless(x) and not is_functorch_wrapped_tensor(x)
+    if x.device.type != "cpu" or valueless(x) or is_functorch_wrapped_tensor(x):
+        return False
+    # What is computed from a tensor while operators are traced belongs to the trace, though the tensor is a real one.
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
 
 
 def symbolic(values: Iterable[HostInt]) -> bool:

@@ -49,12 +49,10 @@ FIRST: dict[str, Callable[[Scalar, Tensor, Tensor], Tensor]] = {
     "jvp": lambda f, x, d: jvp(f, (x,), (d,))[1],
     "jacrev": lambda f, x, d: jacrev(f)(x) @ d,
     "jacfwd": lambda f, x, d: jacfwd(f)(x) @ d,
-    "linearize": lambda f, x, d: linearize(f, x)[1](d),
     "dual level": forward_mode,
     "functionalize(grad)": lambda f, x, d: functionalize(grad(f))(x) @ d,
     "grad(vmap)": lambda f, x, d: grad(lambda x: vmap(f)(torch.stack((x, x))).sum())(x) @ d / 2,
     "vmap(grad)": lambda f, x, d: vmap(grad(f))(torch.stack((x, 0 * x, x)))[2] @ d,
-    "vmap(vmap(grad))": lambda f, x, d: vmap(vmap(grad(f)))(torch.stack((x, 0 * x))[None])[0, 0] @ d,
     "linearize(vmap)": lambda f, x, d: linearize(vmap(f), torch.stack((x, 0 * x)))[1](torch.stack((d, d)))[0],
 }
 SECOND: dict[str, Callable[[Scalar, Tensor, Tensor], Tensor]] = {
@@ -65,7 +63,6 @@ SECOND: dict[str, Callable[[Scalar, Tensor, Tensor], Tensor]] = {
     "grad(jvp)": lambda f, x, d: grad(lambda x: jvp(f, (x,), (d,))[1])(x),
     "jvp(grad)": lambda f, x, d: jvp(grad(f), (x,), (d,))[1],
     "vjp(grad)": lambda f, x, d: vjp(grad(f), x)[1](d)[0],
-    "linearize(grad)": lambda f, x, d: linearize(grad(f), x)[1](d),
     "vmap(hessian)": lambda f, x, d: vmap(hessian(f))(torch.stack((0 * x, x)))[1] @ d,
     "autograd over grad": beneath,
 }
