@@ -138,7 +138,7 @@ class Op:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the kernel chosen for this call."""
         if torch.compiler.is_dynamo_compiling():
-            assert COMPILED.key  # read, and so guarded
+            assert COMPILED.key and _marked(self.name)  # read, and so guarded
             flat = all(isinstance(value, _FLAT) for value in args)
             return self._in_graph(*args, **kwargs) if flat else self._trees_in_graph(*args, **kwargs)
         return self._dispatched(args, kwargs)
@@ -365,8 +365,21 @@ def _opaque(op: Op) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def dispatched_trees(*args: Any, **kwargs: Any) -> Any:
         return op._dispatched(args, kwargs)
 
-    torch.compiler.allow_in_graph(dispatched)
-    return dispatched, torch._dynamo.decorators.nonstrict_trace(dispatched_trees)
+    return dispatched, dispatched_trees
+
+
+def _marked(name: str) -> bool:
+    """Tell Dynamo to take an op as one call. It runs this while it traces, so that nobody else has to import Dynamo."""
+    from torch._dynamo import trace_rules
+
+    found = registry.find(name)
+    for form in (found._in_graph, found._trees_in_graph):
+        trace_rules._allowed_callable_ids.add(id(form))
+    trace_rules._nonstrict_trace_callable_ids.add(id(found._trees_in_graph))
+    return True
+
+
+vars(_marked)["_dynamo_marked_constant"] = True
 
 
 def _portable(kernel: Kernel) -> bool:
