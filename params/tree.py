@@ -18,8 +18,8 @@ from torch import Tensor
 from typing_extensions import dataclass_transform
 
 try:
-    import optree
-    from optree.registry import __GLOBAL_NAMESPACE as _EVERYWHERE
+    import optree  # pyright: ignore[reportMissingImports]
+    from optree.registry import __GLOBAL_NAMESPACE as _EVERYWHERE  # pyright: ignore[reportMissingImports]
 except ImportError:
     optree = None
 
