@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lowering.host import HostInt, readable, symbolic
+from lowering.host import HostInt, readable, symbolic, valueless
 from params.modes import lasting
 from params.tree import off_tree, static, tree, unchecked
 
@@ -68,7 +68,7 @@ class Batch:
         vocab = state.vocab if state is not None and vocab is None else vocab
         for row, ids in enumerate(lists):
             _check_ids(row, ids, vocab)
-        flat = torch.tensor([operator.index(token) for ids in lists for token in ids], dtype=torch.int64)
+        flat = torch.tensor([operator.index(token) for ids in lists for token in ids], dtype=torch.int64, device="cpu")
         return Batch.from_tokens(flat, [len(ids) for ids in lists], state, device=device)
 
     @staticmethod
@@ -92,7 +92,7 @@ class Batch:
         if uniform:
             starts = torch.arange(0, (len(counts) + 1) * most, most, dtype=torch.int32, device=tokens.device)
         else:
-            starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32).to(tokens.device)
+            starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cpu").to(tokens.device)
         return Batch(tokens, starts, max_query=max(most, 1), uniform=uniform, counts=tuple(counts))
 
     def pad(self, tokens: int, max_query: int | None = None) -> Batch:
@@ -156,9 +156,11 @@ def check_layout(batch: Batch) -> None:
     tokens = batch.tokens.shape[0]
     for name, value, shape in (
         ("tokens", batch.tokens, "[tokens]"), ("query_start", batch.query_start, "[rows + 1]"),
-        ("positions", batch.positions, f"[axes, {tokens}]"),
+        ("positions", batch.positions, "[axes, tokens]"),
     ):  # fmt: skip
         if value is not None and (value.ndim != shape.count(",") + 1 or not _holds_integers(value)):
+            # Only here: text made of a size fixes it, where a call is compiled for all sizes.
+            shape = shape.replace(", tokens", f", {tokens}")
             raise ValueError(f"the batch's {name} must be integers {shape}, found {value.dtype} {list(value.shape)}")
     if batch.positions is not None and batch.positions.shape[1] != tokens:
         raise ValueError(
@@ -173,7 +175,7 @@ def check_layout(batch: Batch) -> None:
         raise ValueError(
             f"the batch says uniform, {batch.rows} rows of {batch.max_query} tokens, and holds {tokens} tokens; {_MAKE}"
         )
-    if symbolic(batch.counts):
+    if valueless(batch.tokens) or symbolic(batch.counts):
         return
     if sum(batch.counts) > tokens or not all(0 <= count <= batch.max_query for count in batch.counts):
         raise ValueError(

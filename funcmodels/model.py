@@ -160,11 +160,14 @@ class Model:
         """
         return widened(self.family.param_spec(self.config), dtype)
 
-    @cached_property
+    @property
     def local(self) -> Any:
         """The config that this rank computes with: the model's, with its own share of the heads."""
-        if self.ranks is None:
-            return self.config
+        return self.config if self.ranks is None else self._shared
+
+    @cached_property
+    def _shared(self) -> Any:
+        assert self.ranks is not None
         counts = {name: getattr(self.config, name) for name in self.family.heads}
         return replace(self.config, **{name: max(count // self.ranks.size, 1) for name, count in counts.items()})
 

@@ -28,9 +28,9 @@ class TokenCounts:
     @staticmethod
     def of(prompts: Sequence[Sequence[int]], vocab: int, device: torch.device | str = "cpu") -> TokenCounts:
         """The counts of rows with these prompts and nothing after them. `IndexError` for a token outside `vocab`."""
-        prompt = torch.zeros(len(prompts), vocab, dtype=torch.bool)
+        prompt = torch.zeros(len(prompts), vocab, dtype=torch.bool, device="cpu")
         for row, tokens in enumerate(prompts):
-            prompt[row, torch.tensor(tokens, dtype=torch.int64)] = True
+            prompt[row, torch.tensor(tokens, dtype=torch.int64, device="cpu")] = True
         prompt = prompt.to(device)
         return TokenCounts(prompt, torch.zeros_like(prompt, dtype=torch.int32))
 
@@ -61,8 +61,8 @@ class Bias:
             return None
         full = [[*row, *[(0, 0.0)] * (most - len(row))] for row in rows]
         return Bias(
-            torch.tensor([[token for token, _ in row] for row in full]),
-            torch.tensor([[value for _, value in row] for row in full], dtype=torch.float32),
+            torch.tensor([[token for token, _ in row] for row in full], device="cpu"),
+            torch.tensor([[value for _, value in row] for row in full], dtype=torch.float32, device="cpu"),
         )
 
     def added(self, logits: Float[Tensor, "rows window vocab"]) -> Float[Tensor, "rows window vocab"]:

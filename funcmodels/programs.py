@@ -67,8 +67,8 @@ class Keys:
         # Rows that all draw and rows of both kinds run one program. So do most bounds of k, rounded.
         largest_k = power_of_two(sampling.largest_k) if sampling.largest_k else 0
         sampling = replace(sampling, mixed=not sampling.greedy, largest_k=largest_k)
-        numbers = torch.tensor([row.noise for row in rows], dtype=torch.int64).to(device)
-        return Keys(numbers, sampling, torch.tensor([row.live for row in rows]).to(device))
+        numbers = torch.tensor([row.noise for row in rows], dtype=torch.int64, device="cpu").to(device)
+        return Keys(numbers, sampling, torch.tensor([row.live for row in rows], device="cpu").to(device))
 
 
 def power_of_two(count: int) -> int:

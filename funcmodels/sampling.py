@@ -245,7 +245,7 @@ def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device | 
     """A setting of each row. What all rows share is filled in: a copy to the device would wait for it."""
     if values and all(value == values[0] for value in values):
         return torch.full((len(values),), values[0], dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype).to(device)
+    return torch.tensor(values, dtype=dtype, device="cpu").to(device)
 
 
 def adjusted(

@@ -190,7 +190,7 @@ class Plain:
         """Count each row's new tokens."""
         if self.counts is not None:
             most = max(len(row) for row in new)
-            filled = torch.tensor([[*row, *[-1] * (most - len(row))] for row in new], dtype=torch.int64)
+            filled = torch.tensor([[*row, *[-1] * (most - len(row))] for row in new], dtype=torch.int64, device="cpu")
             self.counts = self.counts.add(filled.to(self.counts.output.device))
 
     @torch.no_grad()
@@ -274,7 +274,7 @@ class Drafted(Plain):
         if self.carry is None:
             rows = batch.rows
             self.carry = Carry(batch.tokens.new_zeros(rows), out.hidden.new_zeros(rows, out.hidden.shape[1]))
-        tokens = torch.tensor(following, dtype=torch.int64).to(batch.tokens.device)
+        tokens = torch.tensor(following, dtype=torch.int64, device="cpu").to(batch.tokens.device)
         assert self.programs.extend is not None
         drafted, self.carry = self.programs.extend(self.both, self.states[1], out, batch, tokens, self.carry)
         self.states[1] = settled(drafted, self.states[0].host.lengths)
@@ -284,7 +284,7 @@ class Drafted(Plain):
         """A window in every row: of rows whose prompt is not in, and of nobody's, nothing counts."""
         assert self.programs.round is not None
         steps = self.setup.draft_steps
-        most = torch.tensor([(steps + 1) * one for one in decoding]).to(keys.numbers.device)
+        most = torch.tensor([(steps + 1) * one for one in decoding], device="cpu").to(keys.numbers.device)
         given = (keys.sampling, keys.numbers, most, self.counts)
         verdict, *new, self.carry = self.programs.round(self.both, *self.states, self.carry, *given, steps=steps)
         read = torch.cat((verdict.tokens, verdict.accepted[:, None]), 1).tolist()
@@ -299,4 +299,4 @@ class Drafted(Plain):
         """Keep only `rows`."""
         super()._keep(rows)
         if self.carry is not None:
-            self.carry = self.carry.select(torch.tensor(rows).to(self.carry.token.device))
+            self.carry = self.carry.select(torch.tensor(rows, device="cpu").to(self.carry.token.device))

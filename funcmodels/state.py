@@ -217,7 +217,7 @@ def _dtype(state: State, kind: type) -> torch.dtype | None:
 def page_table(leases: Sequence[Lease], max_pages: int, device: torch.device) -> Int[Tensor, "rows max_pages"]:
     """The leases' page ids, one row each, filled up with the scratch page."""
     rows = [[*lease.pages, *(0,) * (max_pages - len(lease.pages))] for lease in leases]
-    return torch.tensor(rows, dtype=torch.int32).reshape(len(leases), max_pages).to(device)
+    return torch.tensor(rows, dtype=torch.int32, device="cpu").reshape(len(leases), max_pages).to(device)
 
 
 def check_usable(state: State) -> None:
@@ -381,7 +381,7 @@ def _counted(state: State, accepted: Tensor | Sequence[int]) -> tuple[Tensor, Ho
         raise StateError("commit: nothing is pending; only a state from forward(..., keep_steps=True) can be committed")
     counts = known(accepted)
     if not isinstance(accepted, Tensor):
-        accepted = torch.tensor([operator.index(count) for count in accepted], dtype=torch.int32)
+        accepted = torch.tensor([operator.index(count) for count in accepted], dtype=torch.int32, device="cpu")
     if accepted.is_floating_point() or accepted.dtype == torch.bool:
         raise TypeError(f"commit: accepted must be integers, found {accepted.dtype}")
     if accepted.shape != pending.shape:

@@ -75,7 +75,8 @@ class Case:
 
     def arguments(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> Arguments:
         """The positional and keyword arguments, made afresh."""
-        return self.make(Draw(dtype, seed))
+        with torch.device("cpu"):
+            return self.make(Draw(dtype, seed))
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def _float_dtypes(result: Any, otherwise: torch.dtype) -> list[torch.dtype]:
 def _leaves(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """The leaves of a result, its floats as tensors, and its structure."""
     found, structure = pytree.tree_flatten(result)
-    return [torch.tensor(x, dtype=torch.float64) if isinstance(x, float) else x for x in found], structure
+    return [torch.tensor(x, dtype=torch.float64, device="cpu") if isinstance(x, float) else x for x in found], structure
 
 
 def settled(op: Op, args: Any, kwargs: Any, result: Any) -> Any:

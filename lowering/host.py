@@ -46,8 +46,8 @@ class HostLengths:
 
 def tracing() -> bool:
     """Whether operators are being recorded instead of run, so that values cannot be read and nothing may be kept."""
-    # Not `is_compiling`: that is true in every thread while one of them compiles.
-    return bool(torch._C._len_torch_dispatch_stack()) or torch.compiler.is_dynamo_compiling()
+    # Not `is_compiling`: that is true in every thread while one of them compiles. And first: Dynamo stops at the other.
+    return torch.compiler.is_dynamo_compiling() or bool(torch._C._len_torch_dispatch_stack())
 
 
 def valueless(x: Tensor) -> bool:
@@ -60,7 +60,10 @@ def valueless(x: Tensor) -> bool:
 
 def readable(x: Tensor) -> bool:
     """Whether the values of `x` can be read without waiting for a device, and are those of the call."""
-    return x.device.type == "cpu" and not valueless(x) and not is_functorch_wrapped_tensor(x)
+    if x.device.type != "cpu" or valueless(x) or is_functorch_wrapped_tensor(x):
+        return False
+    # What is computed from a tensor while operators are traced belongs to the trace, though the tensor is a real one.
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
 
 
 def symbolic(values: Iterable[HostInt]) -> bool:

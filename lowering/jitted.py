@@ -25,6 +25,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._C._functorch import get_interpreter_stack
+from torch.autograd import forward_ad
 
 from params.modes import lasting
 from params.tree import items
@@ -170,7 +171,7 @@ class Jitted:
     @lasting
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result, by replaying its capture for arguments like these; captured now if there is none."""
-        if tracing() or get_interpreter_stack():
+        if tracing() or get_interpreter_stack() or forward_ad._current_level >= 0:
             return self.function(*args, **kwargs)
         given = self._bound(args, kwargs)
         try:

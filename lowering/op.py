@@ -16,8 +16,9 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
-from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.utils._pytree import SUPPORTED_NODES
 
 from params import tree
@@ -26,7 +27,8 @@ from params.weights import WeightValue
 from . import registry
 from . import target as targets
 from .errors import LoweringError
-from .policy import MODE, Mode, Policy
+from .once import differentiated_once
+from .policy import COMPILED, MODE, Mode, Policy
 from .target import TARGETS, Target
 from .weights import PreparedWeight
 
@@ -45,10 +47,9 @@ FUSED = "fused"
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 """Types of static arguments that stand for themselves in the key of a choice."""
 
-_LEVELS = {TransformType.Vmap: "vmap", TransformType.Jvp: "jvp"}
-"""Function transforms that some operators have no rule for; `_surroundings` names those in force."""
-_DIFFERENTIATED = ("", "autograd", "jvp", "a function transform")
-"""Surroundings in which a tensor still has its values on the host."""
+SECOND = "a second derivative"
+_DIFFERENTIATED = frozenset({"autograd", "grad", "jvp", SECOND})
+"""Surroundings in which derivatives are taken. A tensor still has its values on the host there."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ class Kernel:
     `refuse(*args, **kwargs)` reads shapes, dtypes and static arguments and returns `None`, or one sentence with the
     limit in it. `host_reads` marks a kernel that reads tensor values on the host: it is refused while a program is
     being traced or mapped. `batches=False` marks one whose operators have no batching rule: it is refused under vmap.
-    `forward_ad=False` marks one whose operators have no forward derivative: it is refused under jvp.
-    `differentiable=False` marks one whose operators have no derivative at all: it is refused under gradients too.
+    `backward_once=True` marks one whose operators have a first derivative, in reverse mode, and no other: it is refused
+    under jvp and where derivatives are nested; a second backward of autograd's, which cannot be foreseen, raises.
+    `differentiable=False` marks one whose operators have no derivative at all: it is refused under every derivative.
     `eager=True` marks one that writes in place and loops to spare memory passes: it is refused where anything records
     or maps the operators (tracing, function transforms, gradients).
     `prepare(weight)` makes, once, the weight layout that the kernel wants, or returns None for a weight it leaves.
@@ -75,7 +77,7 @@ class Kernel:
     refuse: Refusal | None = None
     host_reads: bool = False
     batches: bool = True
-    forward_ad: bool = True
+    backward_once: bool = False
     differentiable: bool = True
     eager: bool = False
     prepare: Callable[[Any], Any] | None = None
@@ -125,6 +127,7 @@ class Op:
         self.lacking: dict[str, str] = {}
         self.orders: dict[str, Order] = {}
         self._removed: set[str] = set()
+        self._in_graph, self._trees_in_graph = _opaque(self)
         registry.add(self, replace=replace)
 
     def __repr__(self) -> str:
@@ -136,27 +139,45 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the kernel chosen for this call."""
-        mode = MODE.get()
-        key = _key(mode.key, _surroundings(), args, kwargs)
-        choice = self._choices.get(key) or self._first(key, mode, args, kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            assert COMPILED.key and _marked(self.name)  # read, and so guarded
+            flat = all(isinstance(value, _FLAT) for value in args)
+            return self._in_graph(*args, **kwargs) if flat else self._trees_in_graph(*args, **kwargs)
+        return self._dispatched(args, kwargs)
+
+    def _dispatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        mode, around = MODE.get(), _surroundings()
+        key = _key(mode.key, around, args, kwargs)
+        choice = self._choice(key, mode, args, kwargs)
         kernel = choice.kernel
-        if (kernel.eager or not kernel.differentiable) and _records_gradients(args):
-            key = _key(mode.key, "autograd", args, kwargs)
-            choice = self._choices.get(key) or self._first(key, mode, args, kwargs)
+        limited = kernel.eager or not kernel.differentiable or kernel.backward_once
+        differentiated = limited and _records_gradients(args)
+        if differentiated:
+            around = _with_autograd(around, args)
+            key = _key(mode.key, around, args, kwargs)
+            choice = self._choice(key, mode, args, kwargs)
             kernel = choice.kernel
         if mode.report is not None:
             mode.report.add(choice, args, kwargs)
         if mode.dry is not None:
             return mode.dry(self, choice, key, args, kwargs)
+        if differentiated and kernel.backward_once and around in ("autograd", "grad"):
+            return differentiated_once(self.name, kernel, around, args, kwargs)
         return kernel.run(*args, **kwargs)
 
-    def _first(self, key: tuple[Any, ...], mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        """The choice for a signature not seen before; `key[1]` are its surroundings."""
+    def _choice(self, key: tuple[Any, ...], mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        """The choice for a signature, remembered under its key; `key[1]` are its surroundings."""
         choices = self._choices  # those of the kernels there are now: a thread may register another meanwhile
+        try:
+            known = choices.get(key)
+        except TypeError:  # a size is a symbol, which no later call can be told from
+            return self.choose(mode, key[1], args, kwargs)
+        if known is not None:
+            return known
         if len(choices) >= MOST_CHOICES:
             choices = self._choices = {}
-        choice = choices[key] = self.choose(mode, key[1], args, kwargs)
-        return choice
+        known = choices[key] = self.choose(mode, key[1], args, kwargs)
+        return known
 
     def remember_dry(self, key: Any, result: Any) -> None:
         """Keep what a dry run found for a signature."""
@@ -172,7 +193,7 @@ class Op:
         refuse: Refusal | None = None,
         host_reads: bool = False,
         batches: bool = True,
-        forward_ad: bool = True,
+        backward_once: bool = False,
         differentiable: bool = True,
         eager: bool = False,
         prepare: Callable[[Any], Any] | None = None,
@@ -198,8 +219,8 @@ class Op:
                 )
             refused = _with_weights(name, weights, refuse)
             added = Kernel(
-                name, run, targets, refused, host_reads, batches, forward_ad, differentiable, eager, prepare, operators,
-                weights, only_by_name,
+                name, run, targets, refused, host_reads, batches, backward_once, differentiable, eager, prepare,
+                operators, weights, only_by_name,
             )  # fmt: skip
             # Threads that choose go on with the kernels there were.
             rest = {other: kernel for other, kernel in self.kernels.items() if other != REFERENCE}
@@ -268,7 +289,9 @@ class Op:
         """The choice for this call, without running it."""
         mode = MODE.get()
         chosen = mode.target if target is None else targets.named(target)
-        surroundings = _surroundings() or ("autograd" if _records_gradients(args) else "")
+        surroundings = _surroundings()
+        if _records_gradients(args):
+            surroundings = _with_autograd(surroundings, args)
         return self.choose(Mode(mode.policy, chosen, dry=mode.dry), surroundings, args, kwargs)
 
     def choose(self, mode: Mode, surroundings: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
@@ -339,6 +362,39 @@ def op(
     return made if body is None else made(body)
 
 
+_FLAT = (Tensor, int, float, str, type(None))
+"""Types of arguments that any recorded call can hold."""
+
+
+def _opaque(op: Op) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The op as Dynamo records it, one call whose kernel is chosen when the graph is lowered: of tensors, and of trees.
+
+    Strict `torch.export` takes the first form alone.
+    """
+
+    def dispatched(*args: Any, **kwargs: Any) -> Any:
+        return op._dispatched(args, kwargs)
+
+    def dispatched_trees(*args: Any, **kwargs: Any) -> Any:
+        return op._dispatched(args, kwargs)
+
+    return dispatched, dispatched_trees
+
+
+def _marked(name: str) -> bool:
+    """Tell Dynamo to take an op as one call. It runs this while it traces, so that nobody else has to import Dynamo."""
+    from torch._dynamo import trace_rules
+
+    found = registry.find(name)
+    for form in (found._in_graph, found._trees_in_graph):
+        trace_rules._allowed_callable_ids.add(id(form))
+    trace_rules._nonstrict_trace_callable_ids.add(id(found._trees_in_graph))
+    return True
+
+
+vars(_marked)["_dynamo_marked_constant"] = True
+
+
 def _portable(kernel: Kernel) -> bool:
     return not kernel.operators
 
@@ -352,17 +408,19 @@ def _refusal(kernel: Kernel, target: Target, surroundings: str, args: Any, kwarg
         lacking = missing(kernel.operators, target)
         if lacking is not None:
             return lacking
-    if kernel.host_reads and surroundings not in _DIFFERENTIATED:
+    around = set(surroundings.split(" and ")) if surroundings else set()
+    if kernel.host_reads and around - _DIFFERENTIATED:
         return f"reads lengths or ids on the host, which {surroundings} does not allow"
     if kernel.eager and surroundings:
         return f"writes in place, which {surroundings} does not allow"
-    levels = surroundings.split(" and ")
-    if not kernel.batches and "vmap" in levels:
+    if not kernel.batches and "vmap" in around:
         return "has no batching rule, so it is left out under vmap"
-    if not kernel.forward_ad and "jvp" in levels:
-        return "has no forward derivative, so it is left out under jvp"
-    if not kernel.differentiable and surroundings in _DIFFERENTIATED[1:]:
+    if not kernel.differentiable and around & _DIFFERENTIATED:
         return f"has no derivative, so it is left out under {surroundings}"
+    if kernel.backward_once and "jvp" in around:
+        return "has no forward derivative, so it is left out under jvp"
+    if kernel.backward_once and SECOND in around:
+        return f"has a first derivative alone, so it is left out under {SECOND}"
     return None if kernel.refuse is None else kernel.refuse(*args, **kwargs)
 
 
@@ -431,14 +489,37 @@ def _static(value: Any) -> Any:
 
 
 def _surroundings() -> str:
-    """What is recording or mapping operators here, or an empty string."""
-    if _len_torch_dispatch_stack():
-        return "tracing"
-    stack = get_interpreter_stack()
-    if stack:
-        keys = {level.key() for level in stack}
-        return " and ".join(name for key, name in _LEVELS.items() if key in keys) or "a function transform"
-    return ""
+    """What records, maps or differentiates operators here, joined by " and "; an empty string where they just run."""
+    stack, forward = get_interpreter_stack(), forward_ad._current_level >= 0
+    if not stack and not forward:
+        return "tracing" if _len_torch_dispatch_stack() else ""
+    keys = [level.key() for level in stack or ()]
+    # Of forward mode every level counts, and one that is not a transform's: `linearize` and `dual_level` make those.
+    jvps, grads = max(keys.count(TransformType.Jvp), forward), keys.count(TransformType.Grad)
+    found = {
+        "tracing": _len_torch_dispatch_stack(),
+        "vmap": TransformType.Vmap in keys,
+        "jvp": jvps,
+        "grad": grads,
+        SECOND: jvps + grads > 1,
+        "functionalize": TransformType.Functionalize in keys,
+    }
+    return " and ".join(name for name, here in found.items() if here)
+
+
+def _with_autograd(around: str, args: tuple[Any, ...]) -> str:
+    """`around` where `args` require gradients: those of a transform's own, or autograd's beneath it, which are more."""
+    if not any(_innermost(x).requires_grad for x in _tensors(args)):
+        return around
+    word = SECOND if "grad" in around or "jvp" in around else "autograd"
+    return f"{around} and {word}" if around else word
+
+
+def _innermost(x: Tensor) -> Tensor:
+    """The tensor beneath those that function transforms have wrapped around it."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
 
 
 def _records_gradients(args: tuple[Any, ...]) -> bool:

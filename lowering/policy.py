@@ -84,6 +84,15 @@ def from_environment() -> Policy:
 MODE: ContextVar[Mode] = ContextVar("lowering_mode", default=Mode(from_environment()))
 
 
+class _Compiled:
+    """What code under `torch.compile` reads in place of `MODE`, so that it is compiled again for another policy."""
+
+    key = str(MODE.get().key)
+
+
+COMPILED = _Compiled()
+
+
 def check(policy: Policy) -> None:
     """`LoweringError` for an op or kernel that does not exist."""
     from . import registry
@@ -110,11 +119,13 @@ def use(
     merged = Policy({**base.prefer, **prefer}, base.strict if strict is None else strict)
     check(merged)
     chosen = mode.target if target is None else targets.named(target)
-    token = MODE.set(replace(mode, policy=merged, target=chosen))
+    entered = replace(mode, policy=merged, target=chosen)
+    token, before, COMPILED.key = MODE.set(entered), COMPILED.key, str(entered.key)
     try:
         yield merged
     finally:
         MODE.reset(token)
+        COMPILED.key = before
 
 
 _LEFT: ContextVar[tuple[Token[Mode], ...]] = ContextVar("lowering_left", default=())

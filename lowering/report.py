@@ -162,13 +162,13 @@ def dry(target: Target | None, policy: Policy, run: DryRun) -> Iterator[tuple[Fa
 
 
 def abstract(value: Any, fake: FakeTensorMode) -> Any:
-    """The tree with fake tensors for its tensors and specs; what has no device of its own is put on the default one."""
+    """The tree with fake tensors for its tensors and specs; what has no device of its own is put on the CPU."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, TensorSpec):
-            return torch.empty(value.shape, dtype=value.dtype or torch.get_default_dtype())
+            return torch.empty(value.shape, dtype=value.dtype or torch.get_default_dtype(), device="cpu")
         if not isinstance(value, Tensor):
             return value
-        return torch.empty(value.shape, dtype=value.dtype) if value.is_meta else fake.from_tensor(value)
+        return torch.empty(value.shape, dtype=value.dtype, device="cpu") if value.is_meta else fake.from_tensor(value)
 
     return tree.map(leaf, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import TypeVar
 
 import torch
@@ -49,7 +50,7 @@ def _draw(leaf: TensorSpec, generator: torch.Generator) -> Tensor:
     `log_uniform`: log U(0.01, 16), the decay rates of transformers' Qwen3.5. `inverse_softplus`: softplus of it is
     log-uniform in [1e-3, 1e-1], the time steps of Mamba 2. `conv`: U(-1, 1)/sqrt(width), PyTorch's depthwise default.
     """
-    values = torch.empty(leaf.shape)
+    values = torch.empty(leaf.shape, dtype=torch.float32, device="cpu")
     match leaf.init:
         case "zeros":
             return values.zero_()
@@ -63,6 +64,6 @@ def _draw(leaf: TensorSpec, generator: torch.Generator) -> Tensor:
         case "log_uniform":
             return values.uniform_(0.01, 16, generator=generator).log_()
         case "inverse_softplus":
-            step = values.uniform_(-3, -1, generator=generator).mul_(torch.log(torch.tensor(10.0))).exp_()
+            step = values.uniform_(-3, -1, generator=generator).mul_(math.log(10)).exp_()
             return step + torch.log(-torch.expm1(-step))
     raise ValueError(f"unknown initialiser {leaf.init!r}")

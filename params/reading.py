@@ -20,7 +20,7 @@ CHUNK = 2**20
 
 def small(source: StoredTensor) -> Tensor:
     """A tensor of a few numbers, read into memory."""
-    found = torch.empty(source.shape, dtype=source.dtype)
+    found = torch.empty(source.shape, dtype=source.dtype, device="cpu")
     read_all([Job(source, found)], lambda done: None)
     return found
 
@@ -92,7 +92,7 @@ def _read_run(
     flat = target.view(-1)
     direct = flat.dtype == stored.dtype and flat.device.type == "cpu"
     count = CHUNK // stored.dtype.itemsize
-    buffer = torch.empty(0 if direct else min(count, flat.numel()), dtype=stored.dtype)
+    buffer = torch.empty(0 if direct else min(count, flat.numel()), dtype=stored.dtype, device="cpu")
     stream.seek(stored.offset + first * stored.dtype.itemsize)
     for piece in flat.split(count) if flat.numel() else ():
         landing = piece if direct else buffer[: piece.numel()]
@@ -106,7 +106,7 @@ def _read_pieces(
     stream: BinaryIO, stored: StoredTensor, whole: int, wanted: slice, rows: Tensor, advance: Callable[[int], None]
 ) -> None:
     """Fill each row with the elements `wanted` of `whole`. All are read: a seek for every row would take longer."""
-    buffer = torch.empty(CHUNK // (whole * stored.dtype.itemsize), whole, dtype=stored.dtype)
+    buffer = torch.empty(CHUNK // (whole * stored.dtype.itemsize), whole, dtype=stored.dtype, device="cpu")
     stream.seek(stored.offset)
     for some in rows.split(len(buffer)):
         landing = buffer[: len(some)]

@@ -58,7 +58,8 @@ class Constant:
 
     def tensor(self) -> Tensor:
         """The numbers [count], int64 or float32."""
-        return torch.tensor(self.values)
+        dtype = torch.float32 if isinstance(self.values[0], float) else torch.int64
+        return torch.tensor(self.values, dtype=dtype, device="cpu")
 
     def equals(self, other: Tensor) -> bool:
         """Whether a tensor of any shape and type holds these numbers."""

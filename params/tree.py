@@ -17,6 +17,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from typing_extensions import dataclass_transform
 
+try:
+    import optree  # pyright: ignore[reportMissingImports]
+    from optree.registry import __GLOBAL_NAMESPACE as _EVERYWHERE  # pyright: ignore[reportMissingImports]
+except ImportError:
+    optree = None
+
 T = TypeVar("T")
 
 
@@ -72,26 +78,47 @@ def tree(cls: type[T]) -> type[T]:
     def flatten(node: Any) -> tuple[list[Any], Any]:
         # PyTorch takes None for a leaf; here an absent child is part of the structure.
         present = tuple(name for name in children if getattr(node, name) is not None)
-        rider = _Rider(tuple(getattr(node, name) for name in riders))
-        return [getattr(node, name) for name in present], (present, tuple(getattr(node, name) for name in facts), rider)
+        rider = (_Rider(tuple(getattr(node, name) for name in riders)),) if riders else ()
+        values = tuple(getattr(node, name) for name in facts)
+        return [getattr(node, name) for name in present], (present, values, *rider)
 
     def flatten_with_keys(node: Any) -> tuple[list[Any], Any]:
         leaves, context = flatten(node)
         return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(context[0], leaves, strict=True)], context
 
     def unflatten(leaves: Any, context: Any) -> T:
-        present, values, rider = context
+        present, values, *rider = context
+        carried = rider[0].values if rider else ()
         absent = dict.fromkeys(children)
-        given = zip((*present, *facts, *riders), (*leaves, *values, *rider.values), strict=True)
+        given = zip((*present, *facts, *riders), (*leaves, *values, *carried), strict=True)
         return unchecked(cls, **absent | dict(given))
+
+    def dumped(context: Any) -> Any:
+        """The context as JSON, for `torch.export.save`."""
+        present, values, *rider = context
+        named = [(facts, values), *((riders, one.values) for one in rider)]
+        return [list(present), *([_dumped(cls, *field) for field in zip(*each, strict=True)] for each in named)]
+
+    def undumped(dump: Any) -> Any:
+        present, values, *carried = (_undumped(part) for part in dump)
+        return (present, values, *(_Rider(values) for values in carried))
 
     pytree.register_pytree_node(
         cls,
         flatten,
         unflatten,
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        to_dumpable_context=dumped,
+        from_dumpable_context=undumped,
         flatten_with_keys_fn=flatten_with_keys,
     )
+    # A tree is plain data: it may be unpickled without trust, which `torch.load` and `torch.export.load` ask for.
+    torch.serialization.add_safe_globals([cls])
+    if optree is not None:
+        registered: Any = cls  # any class will do, whatever its annotation says
+        optree.register_pytree_node(
+            registered, flatten, lambda context, leaves: unflatten(leaves, context), namespace=_EVERYWHERE
+        )
     return cls
 
 
@@ -123,6 +150,26 @@ def exactly(node: Any, kind: type[T]) -> T:
 def _with_fields(kind: type) -> str:
     names = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
     return f"a {kind.__name__}" + (f" ({', '.join(names)})" if names else "")
+
+
+def _dumped(cls: type, name: str, value: Any) -> Any:
+    """A fact in JSON: tuples as lists, and a dtype as an object with its name."""
+    if isinstance(value, tuple):
+        return [_dumped(cls, name, one) for one in value]
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(
+        f"{cls.__name__}.{name} is a {type(value).__name__}, which a saved program cannot hold; export a function that "
+        f"takes no {cls.__name__}"
+    )
+
+
+def _undumped(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_undumped(one) for one in value)
+    return getattr(torch, value["dtype"]) if isinstance(value, dict) else value
 
 
 def unchecked(cls: type[T], **fields: Any) -> T:

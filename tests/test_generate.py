@@ -79,6 +79,32 @@ def test_one_token_ends_in_prefill(loaded: tuple[fm.Model, Any], expected: list[
 SAMPLING = fm.Sampling(temperature=1.5, top_p=0.98, seed=4)
 
 
+@pytest.mark.plain
+@pytest.mark.parametrize("default", ["meta", torch.float64], ids=str)
+def test_a_default_device_or_dtype_is_not_asked(default: str | torch.dtype, directory: Path) -> None:
+    """Weights, states, batches and noise are where and what they are without it."""
+    penalised = replace(SAMPLING, top_k=9, min_p=0.01, frequency_penalty=0.3, logit_bias=((5, 1.0),))
+
+    def everything() -> tuple[list[list[int]], list[torch.Tensor]]:
+        model, params = fm.load(directory, dtype=torch.float32)
+        found = tokens(fm.generate(model, params, PROMPTS[:2], 4, sampling=[penalised, fm.Sampling()]))
+        state = model.init_state(2, 16, dtype=torch.float32, page_size=4, pages=8)
+        out, state = model.forward(params, state, fm.Batch.from_lists([[1, 2], [3]], state), keep_steps=True)
+        state = fm.select(fm.fork(fm.commit(state, [1, 1])), [1, 0])
+        return found, trees.leaves((out, state, model.init_params(), params))
+
+    expected = everything()
+    try:
+        torch.set_default_dtype(default) if isinstance(default, torch.dtype) else torch.set_default_device(default)
+        found = everything()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert found[0] == expected[0]
+    for x, y in zip(found[1], expected[1], strict=True):
+        assert x.dtype == y.dtype and torch.equal(x, y)
+
+
 def test_sampled_tokens_do_not_depend_on_rows_chunks_or_company(loaded: tuple[fm.Model, Any]) -> None:
     wanted = tokens(fm.generate(*loaded, PROMPTS, 16, sampling=SAMPLING, eos=(), rows=1))
     assert len({token for found in wanted for token in found}) > 30

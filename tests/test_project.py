@@ -38,7 +38,7 @@ def test_the_declared_dependencies_are_the_imported_ones() -> None:
     (block,) = re.findall(r"^dependencies = \[\n(.*?)^\]", PROJECT, re.DOTALL | re.MULTILINE)
     declared = set(re.findall(r'^    "([a-z_]+)', block, re.MULTILINE))
     used = {name for paths in SOURCES.values() for path in paths for name in imports(path)}
-    used -= {*sys.stdlib_module_names, *SOURCES, "__future__", "torch_npu"}
+    used -= {*sys.stdlib_module_names, *SOURCES, "__future__", "optree", "torch_npu"}
     assert used <= declared
     # numpy is imported by torch and safetensors.
     assert declared - used <= {"numpy"}
@@ -156,3 +156,20 @@ def test_functions_are_shipped_bare() -> None:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 decorators = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
                 assert "beartype" not in decorators and "jaxtyped" not in decorators, f"{path}:{node.lineno}"
+
+
+MADE = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm",
+        "scalar_tensor", "tensor", "zeros"}  # fmt: skip
+CPU_ONLY = ("lowering/cases.py", "lowering/npu_reference/")
+"""Cases and the references of NPU operators, which run under `torch.device("cpu")`."""
+
+
+def test_tensors_are_made_on_a_named_device() -> None:
+    """Left to the default device, which is the user's, what the host makes lands beside neither model nor state."""
+    for path in (path for paths in SOURCES.values() for path in paths):
+        if str(path.relative_to(ROOT)).startswith(CPU_ONLY):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr=name)) if name in MADE:
+                    assert "device" in {keyword.arg for keyword in node.keywords}, f"{path}:{node.lineno}"

@@ -34,7 +34,7 @@ def fused(
     targets = tuple(target for target in only if all(target in serves(operator) for operator in operators))
     return op.kernel(
         name, targets=targets, operators=operators, refuse=refuse, prepare=prepare, weights=weights,
-        batches=False, forward_ad=False, differentiable=False,
+        batches=False, differentiable=False,
     )  # fmt: skip
 
 

@@ -376,7 +376,7 @@ def _ring(
     if not sum(split.past.counts):
         return _with_padding(among[0], live, q_nope, v_dim)
     pieces = _pieces(split.new.counts, split.past.counts)
-    rows = torch.tensor([row for row, _, _ in pieces]).to(q_nope.device)
+    rows = torch.tensor([row for row, _, _ in pieces], device="cpu").to(q_nope.device)
     ends = split.past.starts.diff()[rows].cumsum(0)
     lines = _Lines([held for _, _, held in pieces], torch.nn.functional.pad(ends, (1, 0)))
     slots = _slots(lines, page_table[rows], latent_pages.page_size)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int8, Int32
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.autograd import forward_ad
 
 from params import tree
 from params.quant.rounding import int8_tokens, mxfp8, static_int8
@@ -52,8 +53,9 @@ def quantized_linear(x: Float[Tensor, "*lead inputs"], weight: QuantizedWeight) 
 
 def refuse_gradients(x: Tensor) -> None:
     """`LoweringError` where a derivative would be taken: rounding has none that means anything."""
+    forward = forward_ad._current_level >= 0
     differentiated = any(level.key() in _DIFFERENTIATES for level in get_interpreter_stack() or ())
-    if differentiated or (x.requires_grad and torch.is_grad_enabled()):
+    if forward or differentiated or (x.requires_grad and torch.is_grad_enabled()):
         raise LoweringError(
             "linear: a product with a quantised weight has no gradient; to train, make float parameters of the "
             "quantised ones with params.dequantize(tree, dtype)"

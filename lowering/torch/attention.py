@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from ..host import symbolic
 from ..ops.attention import (
     attend_pages,
     attention,
@@ -32,7 +33,13 @@ FEW = 8
 """Queries of a row up to which keys and values are read in their own dtype, without a float32 copy of the cache."""
 
 
-@attention.kernel("torch_sdpa", targets=EVERY, batches=False, forward_ad=False)
+def _refuse_symbol(q, k, v, query_start, *, max_query, uniform, scale, window=None) -> str | None:
+    if window is None or not symbolic((max_query,)):
+        return None
+    return "goes over a window's queries block by block, and their number is a symbol here"
+
+
+@attention.kernel("torch_sdpa", targets=EVERY, refuse=_refuse_symbol, batches=False, backward_once=True)
 def _rectangle(q, k, v, query_start, *, max_query, uniform, scale, window=None):
     # A row's missing cells come after its tokens, so the causal mask hides them.
     q4, k4, v4 = (to_rectangle(x, query_start, max_query, uniform).transpose(1, 2) for x in (q, k, v))
@@ -60,7 +67,7 @@ def _refuse_rows(
     return None if host.exact else "needs exact row lengths on the host, and only an upper bound is known"
 
 
-@paged_attention.kernel("torch_rows", targets=("cpu",), refuse=_refuse_rows, host_reads=True, forward_ad=False)
+@paged_attention.kernel("torch_rows", targets=("cpu",), refuse=_refuse_rows, host_reads=True, backward_once=True)
 def _rows(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale, window=None):
     out = q.new_zeros(q.shape[0], q.shape[1], v_pages.shape[3])
     at = 0
@@ -126,9 +133,9 @@ def _many(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> 
 def _hide(scores: Tensor, window: int | None) -> None:
     """Write minus infinity where a block's queries, the last of which sees the last key, must not look."""
     queries, keys = scores.shape[-2:]
-    scores[..., keys - queries :] += torch.full((queries, queries), -torch.inf).triu(1)
+    scores[..., keys - queries :] += scores.new_full((queries, queries), -torch.inf).triu(1)
     before = 0 if window is None else max(keys - window, 0)
-    scores[..., :before] += torch.full((queries, before), -torch.inf).tril(keys - queries - (window or 0))
+    scores[..., :before] += scores.new_full((queries, before), -torch.inf).tril(keys - queries - (window or 0))
 
 
 def _refuse_window(
@@ -152,7 +159,7 @@ def _refuse_block_rows(q, k_pages, v_pages, page_table, lengths, host, *, block,
     return None if host.exact else "needs exact row lengths on the host, and only an upper bound is known"
 
 
-@block_attention.kernel("torch_rows", targets=("cpu",), refuse=_refuse_block_rows, host_reads=True, forward_ad=False)
+@block_attention.kernel("torch_rows", targets=("cpu",), refuse=_refuse_block_rows, host_reads=True, backward_once=True)
 def _block_rows(q, k_pages, v_pages, page_table, lengths, host, *, block, scale, window=None):
     outputs = []
     for x, length, pages in zip(q.split(block), host.length, host.pages, strict=True):

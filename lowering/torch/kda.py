@@ -33,7 +33,9 @@ def _chunked(q, k, v, decay, beta, state, query_start, *, max_query, uniform, ke
 def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, state: Tensor) -> Chunk:
     """A `delta.OfChunk` with log decays [heads tokens k_dim]."""
     tokens = k.shape[1]
-    filled = 1 << (tokens - 1).bit_length()
+    filled = 1
+    while filled < tokens:  # where their number is a symbol, this holds for a range of it
+        filled *= 2
     if filled > tokens:
         # Tokens of zeros write nothing and forget nothing.
         q, k, v, g = (F.pad(x, (0, 0, 0, filled - tokens)) for x in (q, k, v, g))

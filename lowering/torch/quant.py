@@ -167,7 +167,7 @@ def _pack_int8(weight: Any) -> PackedInt8 | QuantizedWeight | None:
         return form
     packed = torch.ops.onednn.qlinear_prepack(weight.values, None)
     outputs, inputs = weight.shape
-    zeros = torch.zeros(outputs, dtype=torch.int64)
+    zeros = torch.zeros(outputs, dtype=torch.int64, device="cpu")
     return PackedInt8(packed, weight.scale[:, 0].contiguous(), zeros, (outputs, inputs))
 
 

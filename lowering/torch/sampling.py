@@ -125,7 +125,7 @@ def _groups(logits: Tensor) -> tuple[Tensor, int]:
 
 def _members(groups: Tensor, count: int, vocab: int) -> Tensor:
     """The ids [rows members] of the tokens in `groups` [rows chosen], of `count` groups."""
-    ids = groups[:, None] + torch.arange(0, vocab, count)[:, None]
+    ids = groups[:, None] + torch.arange(0, vocab, count, device=groups.device)[:, None]
     # Short groups repeat their first token.
     return torch.where(ids < vocab, ids, groups[:, None]).flatten(1)
 

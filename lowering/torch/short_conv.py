@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..host import symbolic
 from ..ops.ragged import to_flat, to_rectangle
 from ..ops.short_conv import short_conv, window_after, with_scratch
 from ..ops.widen import wide_dtype
@@ -16,6 +17,8 @@ BLOCK = 2**18
 
 
 def _refuse(x, weight, window, query_start, *, max_query, uniform, keep_steps, dilation=1) -> str | None:
+    if symbolic((max_query,)):
+        return "goes over tokens block by block, and their number is a symbol here"
     return "keeps no steps" if keep_steps else None
 
 

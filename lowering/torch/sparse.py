@@ -54,21 +54,21 @@ def _best(scores: Tensor, seen: Tensor, top_k: int, *, ordered: bool = True) -> 
 
 @index_scores_topk.kernel("torch_rows", targets=("cpu",), refuse=_refuse_wide, host_reads=True, eager=True)
 def _select_rows(q, index_pages, page_table, lengths, query_start, *, max_query, uniform, ratio, top_k):
-    found = torch.full((q.shape[0], top_k), -1, dtype=torch.int32)
+    found = torch.full((q.shape[0], top_k), -1, dtype=torch.int32, device=q.device)
     heads = wide(q)
     for start, end, length, table in _rows_of(page_table, lengths, query_start):
         keys = wide(_held(index_pages, table, length // ratio)).T
         for at in range(start, end, SCORED):
             some = heads[at : min(at + SCORED, end)]
             last = length - (end - at - some.shape[0])
-            visible = torch.arange(last - some.shape[0] + 1, last + 1)[:, None] // ratio
+            visible = torch.arange(last - some.shape[0] + 1, last + 1, device=q.device)[:, None] // ratio
             found[at : at + some.shape[0]] = _some(some, keys[:, : last // ratio], visible, top_k)
     return found
 
 
 def _some(q: Tensor, keys: Tensor, visible: Tensor, top_k: int) -> Tensor:
     """The blocks of a few queries of one row, q [queries heads dim], keys [dim blocks], visible [queries 1]."""
-    blocks = torch.arange(keys.shape[1])
+    blocks = torch.arange(keys.shape[1], device=keys.device)
     if keys.shape[1] <= top_k:
         # All are kept, whatever their scores.
         return F.pad(torch.where(blocks < visible, blocks, -1), (0, top_k - keys.shape[1]), value=-1).int()
@@ -135,7 +135,7 @@ def _attend_rows(q, k_pages, v_pages, selected, page_table, lengths, query_start
             middle = start + all_of
             out[start:middle] = _masked(q[start:middle], k, v, selected[start:middle], scale)
             start = middle
-        row = _Row(k_pages, v_pages, torch.tensor(table), length, most)
+        row = _Row(k_pages, v_pages, torch.tensor(table, device="cpu"), length, most)
         for at in range(start, end, SHARED):
             part = slice(at, min(at + SHARED, end))
             out[part] = row.attend(q[part], selected[part], scale)
@@ -254,7 +254,7 @@ def _grouped(q: Tensor, kv_heads: int) -> Tensor:
     return q.unflatten(1, (kv_heads, q.shape[1] // kv_heads))
 
 
-@sparse_attention.kernel("torch_blocked", targets=EVERY, batches=False, forward_ad=False)
+@sparse_attention.kernel("torch_blocked", targets=EVERY, batches=False, backward_once=True)
 def _attend_blocked(q, k_pages, v_pages, selected, page_table, lengths, query_start, *, scale):
     row, visible = visible_tokens(lengths, query_start, q.shape[0])
     chosen = torch.where(visible[:, None] > 0, selected, -1)

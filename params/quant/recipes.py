@@ -193,7 +193,9 @@ def _plain(weight: QuantizedWeight, what: str, dtype: torch.dtype, has_bias: boo
         return dequantized(weight, dtype), 0.0
     folded = torch.cat(
         [
-            part.bias() if isinstance(part, StaticInt8Weight) else torch.zeros(part.shape[0]).to(part.device)
+            part.bias()
+            if isinstance(part, StaticInt8Weight)
+            else torch.zeros(part.shape[0], dtype=torch.float32, device=part.device)
             for part in parts
         ]
     )

@@ -53,7 +53,8 @@ def static_int8(
 
 def int8_range(low: float, high: float) -> tuple[Float32[Tensor, " one"], Float32[Tensor, " one"]]:
     """Scale and offset [1] with which `static_int8` spreads its 256 numbers over `low` to `high` and zero."""
-    bottom, top = torch.tensor([min(low, 0.0)]), torch.tensor([max(high, 0.0)])
+    bounds = torch.tensor([[min(low, 0.0)], [max(high, 0.0)]], dtype=torch.float32, device="cpu")
+    bottom, top = bounds.unbind()
     scale = ((top - bottom) / 255).clamp(min=EPS)
     return scale, torch.round(-bottom / scale) - 128
 

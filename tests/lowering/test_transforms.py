@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowering
@@ -225,6 +226,29 @@ def test_kernels_without_forward_derivatives_are_left_out_under_jvp() -> None:
     assert "no forward derivative, so it is left out under jvp" in report.rows[0].refused["torch_sdpa"]
     with lowering.use(attention="torch_sdpa"), pytest.raises(lowering.LoweringError, match="no forward derivative"):
         torch.func.jvp(call, tuple(inputs), tuple(inputs))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
+def test_kernels_with_one_derivative_are_left_out_where_another_is_taken() -> None:
+    """In forward mode without a transform's level, as `linearize` traces it, and where gradients are nested."""
+    inputs, call = split(cases_of("attention")[0], floating)
+
+    def summed(q: Tensor) -> Tensor:
+        return call(q, *inputs[1:])[0].sum()
+
+    def within(transform: Callable[[], Any]) -> set[str]:
+        with lowering.record() as report:
+            transform()
+        return {row.kernel for row in report.rows}
+
+    q = inputs[0]
+    assert within(lambda: torch.func.grad(lambda x: torch.func.grad(summed)(x).sum())(q)) == {REFERENCE}
+    assert within(lambda: torch.func.grad(summed)(q.clone().requires_grad_())) == {REFERENCE}
+    # The value is that of a plain call.
+    assert within(lambda: torch.func.linearize(summed, q)) == {REFERENCE, "torch_sdpa"}
+    with forward_ad.dual_level():
+        assert within(lambda: summed(forward_ad.make_dual(q, q))) == {REFERENCE}
 
 
 def test_packed_weights_are_refused_under_every_gradient() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from typing import Any
 
@@ -93,3 +94,16 @@ def test_unknown_initialiser() -> None:
     wrong: Any = params.unchecked(TensorSpec, shape=(1,), init="gauss", dtype=None, parts=None)
     with pytest.raises(ValueError, match="unknown initialiser 'gauss'"):
         params.init({"x": wrong})
+
+
+def test_trees_pass_through_pickle_without_trust_and_through_optree(oracle: Any, spec_of: Any) -> None:
+    """`torch.load` refuses what is no plain data; optree, which optimisers of functions use, finds every leaf."""
+    made = params.init(spec_of(oracle("dense").config), seed=2)
+    file = io.BytesIO()
+    torch.save(made, file)
+    file.seek(0)
+    assert torch.load(file) == made
+    optree = pytest.importorskip("optree")
+    leaves, structure = optree.tree_flatten(made)
+    assert len(leaves) == len(params.leaves(made)) > 1
+    assert optree.tree_unflatten(structure, leaves) == made
