@@ -5,7 +5,6 @@ Only `tokenizer.json` is read, by the `tokenizers` library: data, never code.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,10 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from params.errors import CheckpointError, ConfigError
+from params.files import CONFIG_LIMIT
+from params.guarded import lies_at, read_bytes, read_object
+
+from .config import section
 
 if TYPE_CHECKING:
     import tokenizers
 
+TOKENIZER_LIMIT = 256 * 2**20
+"""Bytes a tokenizer.json may have; the largest published ones have 40 MB."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What a decoder puts for bytes that are no character, or not yet one."""
 
@@ -37,25 +42,26 @@ class Tokenizer:
     def of(directory: Path, config: Mapping[str, Any]) -> Tokenizer:
         """The tokenizer of a checkpoint directory. `generation_config.json` has the say on ids, then `config`."""
         path = directory / "generation_config.json"
-        given = _read_json(path) if path.is_file() else {}
+        given = read_object(path, CONFIG_LIMIT, ConfigError) if lies_at(path) else {}
         bos, eos = (special_ids(name, given) or special_ids(name, config) for name in ("bos", "eos"))
         return Tokenizer(directory, bos[0] if bos else None, eos, given)
 
     @property
     def available(self) -> bool:
         """Whether the directory has a `tokenizer.json`."""
-        return (self.directory / "tokenizer.json").is_file()
+        return lies_at(self.directory / "tokenizer.json")
 
     @cached_property
     def _tokens(self) -> tokenizers.Tokenizer:
         from tokenizers import Tokenizer as Tokens
 
         path = self.directory / "tokenizer.json"
-        if not path.is_file():
+        if not self.available:
             raise CheckpointError(f"{self.directory} has no tokenizer.json, so it takes and gives token ids only")
+        content = read_bytes(path, TOKENIZER_LIMIT)
         try:
-            tokens = Tokens.from_buffer(path.read_bytes())
-        except (OSError, ValueError) as error:
+            tokens = Tokens.from_buffer(content)
+        except ValueError as error:
             raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
         # Training setups leave these in the file; a prompt is to be taken whole and as it is.
         tokens.no_truncation()
@@ -85,21 +91,11 @@ def special_ids(name: str, config: Mapping[str, Any]) -> tuple[int, ...]:
     key = f"{name}_token_id"
     found = config.get(key)
     if found is None:
-        found = (config.get("text_config") or {}).get(key)
+        found = section(config, "text_config").get(key)
     ids = [] if found is None else found if isinstance(found, list) else [found]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise ConfigError(f"{key} must be an integer or a list of integers, found {found!r}")
     return tuple(ids)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a {type(value).__name__}, expected an object")
-    return value
 
 
 class TextStream:

@@ -128,7 +128,7 @@ def test_a_broken_tokenizer_names_its_file(content: str, directory: Path, tmp_pa
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("generation_config.json", "{", "generation_config.json cannot be read"),
+        ("generation_config.json", "{", "generation_config.json is not JSON"),
         ("generation_config.json", "[]", "holds a list, expected an object"),
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id must be an integer or a list"),
         ("generation_config.json", '{"eos_token_id": true}', "eos_token_id must be an integer .*, found True"),

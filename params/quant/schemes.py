@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from params.files import StoredTensor, listed, read_config
+from params.guarded import lies_at
 from params.matching import Problem, by_rule_name, closest, refuse
 from params.names.rules import Ignore, Layout, Names, Part
 from params.quant.description import FILE, FLOAT, Description, read_description
@@ -117,7 +118,7 @@ def described(directory: Path, spec: Any, names: Names, tensors: Mapping[str, St
 
 def is_quantized_checkpoint(directory: Path) -> bool:
     """Whether a directory's description or config says that its weights are quantised."""
-    return (directory / FILE).is_file() or is_packed(read_config(directory))
+    return lies_at(directory / FILE) or is_packed(read_config(directory))
 
 
 def quantized_spec(directory: Path, spec: Any, names: Names, tensors: Mapping[str, StoredTensor]) -> Any:
