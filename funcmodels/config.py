@@ -78,6 +78,12 @@ def layer_count(given: Mapping[str, Any]) -> int | None:
     return count
 
 
+def check_layers(config: Any, tensors: int) -> None:
+    """`ConfigError` for a config of more layers than its files have tensors: a spec of them all would take long."""
+    layers = config.num_hidden_layers
+    require((layers <= tensors, f"num_hidden_layers is {layers}, and the files have {tensors} tensors in all"))
+
+
 def require(*conditions: tuple[bool, str]) -> None:
     """`ConfigError` listing the sentence of each condition that does not hold."""
     broken = [cut(sentence) for holds, sentence in conditions if not holds]

@@ -84,12 +84,15 @@ def read_bytes(path: Path, limit: int, kind: type[ValueError] = CheckpointError)
     try:
         with open_file(path, kind) as stream:
             size = os.fstat(stream.fileno()).st_size
-            content = stream.read(limit + 1) if size <= limit else b""
+            if size > limit:
+                raise kind(
+                    f"{path} has {size} bytes, more than the {limit} such a file may have; it is not what it is named"
+                )
+            content = stream.read(size + 1)
     except OSError as error:
         raise kind(f"{path} cannot be read: {error.strerror or error}") from error
-    size = max(size, len(content))
-    if size > limit:
-        raise kind(f"{path} has {size} bytes, more than the {limit} such a file may have; it is not what it is named")
+    if len(content) != size:
+        raise kind(f"{path} had {size} bytes and changed while it was read; load again")
     return content
 
 

@@ -110,8 +110,7 @@ def test_values_are_read_from_files_that_are_still_there(tmp_path: Path) -> None
         params.load(tmp_path, {"w": params.TensorSpec((2,))}, Names("x", {"w": Plain("w")}), tensors=names)
 
 
-def test_a_file_that_grows(tmp_path: Path) -> None:
-    """A size that the system does not know beforehand is bounded too."""
+def test_a_file_has_a_bound(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(11))
     assert read_bytes(tmp_path / "a", 11) == bytes(11)
     with pytest.raises(params.CheckpointError, match="11 bytes, more than the 10"):
