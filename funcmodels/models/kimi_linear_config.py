@@ -117,9 +117,7 @@ def _one_spelling(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return named, broken
 
 
-def _kinds(
-    named: Mapping[str, Any], linear: Mapping[str, Any], layers: int | None
-) -> tuple[dict[str, Any], list[str]]:
+def _kinds(named: Mapping[str, Any], linear: Mapping[str, Any], layers: int | None) -> tuple[dict[str, Any], list[str]]:
     """The kinds of layers, given as they are or by numbers; and what is wrong with the numbers.
 
     There are none where `layers` is None, for no number of layers: then that is to be complained of, and not the kinds.

@@ -56,8 +56,16 @@ def test_all_missing_fields_are_listed_at_once(kind: str) -> None:
         ("dense", {"layer_types": "full_attention"}, "layer_types must be a list of str, found 'full_attention'"),
         ("dense", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, num_hidden_layers is 4"),
         ("dense", {"layer_types": ["sliding_attention"] * 4}, "found ['sliding_attention']"),
-        ("dense", {"layer_types": None, "full_attention_interval": 0}, "full_attention_interval must be a positive integer, found 0"),
-        ("dense", {"layer_types": None, "full_attention_interval": "4"}, "full_attention_interval must be a positive integer"),
+        (
+            "dense",
+            {"layer_types": None, "full_attention_interval": 0},
+            "full_attention_interval must be a positive integer, found 0",
+        ),
+        (
+            "dense",
+            {"layer_types": None, "full_attention_interval": "4"},
+            "full_attention_interval must be a positive integer",
+        ),
         ("dense", {"num_hidden_layers": None, "layer_types": None}, "num_hidden_layers is missing"),
         ("dense", {"num_attention_heads": 5, "num_key_value_heads": 2}, "must be a multiple of num_key_value_heads"),
         ("dense", {"num_key_value_heads": 0}, "num_key_value_heads must be positive, found 0"),
