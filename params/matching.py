@@ -183,10 +183,10 @@ def chosen_layouts(
         layout = closest(names.layouts(path, leaf, leaves), present)
         room -= len(layout)
         if room < 0:
+            count = sum(map(len, found.values())) + len(layout)
             raise CheckpointError(
                 f"the config asks for far more tensors than the {len(present)} that the files have: up to {path} "
-                f"{shown(leaf.shape)} already {sum(map(len, found.values())) + len(layout)}; check its numbers of layers "
-                "and of experts"
+                f"{shown(leaf.shape)} already {count}; check its numbers of layers and of experts"
             )
         found[path] = tuple(layout)
     return found

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of every family, quantised ones and drafts, as `fm.save` writes them: what hostile ones are made of."""
+"""Tiny checkpoints of every family, quantised ones, and drafts: what hostile ones are made of."""
 
 from __future__ import annotations
 

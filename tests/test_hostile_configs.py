@@ -108,19 +108,21 @@ def test_a_text_model_that_is_no_section(family: str, found: Any) -> None:
         fm.build({**CONFIGS[family](), "text_config": found})
 
 
-@pytest.mark.parametrize(
-    "value", ["x" * 400_000, ["x" * 50] * 8000, {"x" * 500: "y" * 400_000}, "x\n" * 200_000, [[["x" * 400_000]]]]
-)
+@pytest.mark.parametrize("value", ["x\n" * 200_000, {"x" * 500: [["y" * 400_000]]}], ids=["text", "section"])
 @pytest.mark.parametrize("family", [*CONFIGS, "gated"])
 def test_no_message_repeats_a_book(family: str, value: Any) -> None:
     """Whichever field holds it."""
-    config = json.loads((written("gated") / "config.json").read_text()) if family == "gated" else CONFIGS[family]()
+    block = family == "gated"
+    config = json.loads((written("gated") / "config.json").read_text()) if block else CONFIGS[family]()
     inner = config.get("text_config", config)
+    texts = []
     for name in [*inner, "rope_scaling", "hidden_act", "quantization_config", "model_type"]:
+        changes = {**inner, name: value}
         try:
-            changes = {**inner, name: value}
-            read_block_config(changes, 4) if family == "gated" else fm.build(
-                {**config, "text_config": changes} if inner is not config else changes
-            )
+            if block:
+                read_block_config(changes, 4)
+            else:
+                fm.build(changes if inner is config else {**config, "text_config": changes})
         except fm.ConfigError as error:
-            assert len(str(error)) < 5000
+            texts.append(str(error))
+    assert len(texts) > len(inner) // 2 and max(map(len, texts)) < 5000

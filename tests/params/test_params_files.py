@@ -184,7 +184,8 @@ def test_index(two_files: Path) -> None:
 @pytest.mark.parametrize(
     "file",
     ["../one.safetensors", "/etc/one.safetensors", "sub/one.safetensors", "..\\one.safetensors", "c:one.safetensors",
-     "one.bin", "..", "", ".safetensors/..", "a\0.safetensors", "a" * 300 + ".safetensors", "\ud800.safetensors", 3, None, ["one.safetensors"]],
+     "one.bin", "..", "", ".safetensors/..", "a\0.safetensors", "\ud800.safetensors", "a" * 300 + ".safetensors",
+     3, None, ["one.safetensors"]],
 )  # fmt: skip
 def test_an_index_names_files_beside_it_only(two_files: Path, file: Any) -> None:
     """No path, no other kind of file, no other type gets past the index."""

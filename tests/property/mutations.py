@@ -18,7 +18,7 @@ for _ in range(70):
     NESTED = [NESTED]
 VALUES: list[Any] = [
     None, True, False, -1, 0, 1, 2, 3, 7, 64, 1000, 2**31, 2**40, 2**63, -(2**63), 10**30, 10**400, 0.0, -0.0, 0.5, 1.5,
-    1e-30, 1e-320, 1e30, 1e38, 1e308, -1e308, math.nan, math.inf, -math.inf, "", "x", "1", "null", "é\u202e\n", "\ud800",
+    1e-30, 1e-320, 1e30, 1e38, 1e308, -1e308, math.nan, math.inf, -math.inf, "", "x", "1", "é\u202e\n", "\ud800",
     "default", "yarn", "linear", "full_attention", "linear_attention", "W8A8", "W8A8_DYNAMIC", "FLOAT", "float8_e4m3fn",
     "a" * 400_000, [], {}, [1], ["x"], [None], {"a": 1}, {"rope_type": "yarn"}, NESTED, list(range(5000)), ["y"] * 3000,
 ]  # fmt: skip
