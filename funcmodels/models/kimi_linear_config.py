@@ -127,7 +127,7 @@ def _kinds(named: Mapping[str, Any], linear: Mapping[str, Any], layers: int | No
     broken = [] if configs.is_count(dense) else [f"first_k_dense_replace must be an integer from 0, found {dense!r}"]
     if named.get("mlp_layer_types") is None:
         found["mlp_layer_types"] = [] if broken else [DENSE if at < dense else SPARSE for at in range(layers or 0)]
-    numbers = {name: linear.get(name) for name in ("kda_layers", "full_attn_layers")}
+    numbers: dict[str, Any] = {name: linear.get(name) for name in ("kda_layers", "full_attn_layers")}
     given = named.get("layer_types")
     if layers is None or (given is not None and None in numbers.values()) or numbers == dict.fromkeys(numbers):
         return found, broken

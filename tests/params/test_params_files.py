@@ -135,10 +135,11 @@ PLACES = st.one_of(st.tuples(st.integers(0, 40), st.integers(0, 40)), st.lists(s
 @given(data=st.data())
 def test_headers_that_the_library_takes(data: st.DataObject) -> None:
     """What a header may say is what safetensors itself reads, and no other."""
-    tensors, end = {}, 0
+    tensors: dict[str, Any] = {}
+    end = 0
     for name in data.draw(st.lists(st.sampled_from("abc"), unique=True)):
-        word, shape = data.draw(WORDS), data.draw(SIZES)
-        place: Any = data.draw(PLACES)
+        word, place = data.draw(WORDS), data.draw(PLACES)
+        shape: list[Any] = data.draw(SIZES)
         if data.draw(st.integers(0, 9)) and all(type(size) is int and 0 <= size < 9 for size in shape):
             itemsize = files.DTYPES[word].itemsize if word in files.DTYPES else 4
             place = [end, end := end + itemsize * math.prod(shape)]
