@@ -42,7 +42,7 @@ def open_file(path: Path, kind: type[ValueError] = CheckpointError, *, buffering
         raise kind(f"{path} cannot be read: {error.strerror or error}") from error
     try:
         _check_place(path, os.fstat(stream.fileno()), kind)
-    except BaseException:
+    except (kind, OSError):
         stream.close()
         raise
     return stream
