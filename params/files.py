@@ -116,7 +116,7 @@ def tensor_names(directory: str | Path) -> dict[str, StoredTensor]:
     index = _read_index(directory, named)
     if index is None:
         return _joined(directory, _loose_files(directory) if named is None else [named])
-    missing = sorted({file for file in index.values() if not (directory / file).is_file()})
+    missing = sorted(file for file in set(index.values()) if not lies_at(directory / file))
     if missing:
         raise CheckpointError(
             f"{directory}: the index names files that are not there: {listed(missing)}; finish the download"
@@ -144,7 +144,7 @@ def _visible(directory: Path, pattern: str) -> list[str]:
 
 def _named_weights(directory: Path) -> str | None:
     """What `config.json`, if there is one, names as the file or the index of the weights."""
-    config = read_config(directory) if (directory / "config.json").is_file() else {}
+    config = read_config(directory) if lies_at(directory / "config.json") else {}
     named = config.get(NAMED)
     if named is not None and not _plain_file(str(named).removesuffix(".index.json")):
         raise ConfigError(
@@ -157,9 +157,9 @@ def _read_index(directory: Path, named: str | None) -> dict[str, str] | None:
     """From tensor to file; `None` where no index counts."""
     if named is not None:
         return _weight_map(directory / named) if named.endswith(".index.json") else None
-    if (directory / SINGLE).is_file():
+    if lies_at(directory / SINGLE):
         try:
-            found = _weight_map(directory / INDEX) if (directory / INDEX).is_file() else {}
+            found = _weight_map(directory / INDEX) if lies_at(directory / INDEX) else {}
         except CheckpointError:
             return None  # a leftover, which nothing else looks at either
         return found if SINGLE in found.values() else None
@@ -185,7 +185,7 @@ def _plain_file(file: object) -> bool:
 
 
 def _loose_files(directory: Path) -> list[str]:
-    if (directory / SINGLE).is_file():
+    if lies_at(directory / SINGLE):
         others = _visible(directory, f"{QUANTIZED_STEM}*.safetensors")
         if others:
             raise CheckpointError(

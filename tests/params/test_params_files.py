@@ -284,7 +284,7 @@ def test_one_file_beside_an_older_index(two_files: Path, left: str) -> None:
         ("../one.safetensors", r"transformers_weights may only name safetensors files .*, not '../one.safetensors'"),
         (["one.safetensors"], "transformers_weights may only name"),
         ("gone.safetensors", "gone.safetensors is not a file"),
-        ("gone.safetensors.index.json", "gone.safetensors.index.json cannot be read"),
+        ("gone.safetensors.index.json", "gone.safetensors.index.json is not a file, or a link to nothing"),
     ],
 )
 def test_a_config_that_names_its_weights(two_files: Path, named: Any, found: Any) -> None:
