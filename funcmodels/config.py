@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from params.errors import ConfigError
+from params.errors import ConfigError, cut
 
 C = TypeVar("C")
 
-MOST_LAYERS = 10_000
-"""More than any model has. Lists as long are made while a config is read, before all of it has been checked."""
+MOST = {
+    "num_hidden_layers": 1000, "mtp_num_hidden_layers": 100, "num_experts": 2**14, "n_routed_experts": 2**14,
+    "ngram_vocab_size_base": 2**30, "ngram_size": 64, "heads_per_ngram": 512, "split_ngram_parts": 2**14,
+    "block_size": 1024,
+}  # fmt: skip
+"""The most that a config may ask for of what lists or blocks are as long as: far more than any published model has."""
+MOST_OTHERS, LARGEST, SMALLEST = 2**40, 2.0**127, 2.0**-126
+"""The most of any other size, and between which magnitudes numbers lie that float32 can compute with."""
 
 
 def read(cls: type[C], given: Mapping[str, Any], required: Collection[str] = ()) -> C:
@@ -26,8 +31,9 @@ def read(cls: type[C], given: Mapping[str, Any], required: Collection[str] = ())
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if field.name in given and given[field.name] is not None:
             value = given[field.name]
-            if not _fits(value, kinds[field.name]):
-                complaints.append(f"{field.name} must be {_called(kinds[field.name])}, found {value!r}")
+            wrong = _misfit(value, kinds[field.name], MOST.get(field.name, MOST_OTHERS))
+            if wrong:
+                complaints.append(cut(f"{field.name} must be {wrong}, found {value!r}"))
             values[field.name] = tuple(value) if isinstance(value, list) else value
         elif field.default is dataclasses.MISSING or field.name in required:
             complaints.append(f"{field.name} is missing")
@@ -42,7 +48,7 @@ def section(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if found is None:
         return {}
     if not isinstance(found, Mapping):
-        raise ConfigError(f"{name} must be a section of fields, found {found!r}")
+        raise ConfigError(cut(f"{name} must be a section of fields, found {found!r}"))
     return found
 
 
@@ -62,34 +68,44 @@ def text_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 def layer_count(given: Mapping[str, Any]) -> int | None:
     """How many layers a config says there are; `None` for what is no integer, which `read` complains of.
 
-    Raises `ConfigError` for more than `MOST_LAYERS`.
+    Raises `ConfigError` for more than are allowed: lists as long are made before the rest of a config is checked.
     """
     count = given.get("num_hidden_layers")
     if not isinstance(count, int):
         return None
-    if count > MOST_LAYERS:
-        raise ConfigError(f"num_hidden_layers must be at most {MOST_LAYERS}, found {count}; check the config")
+    wrong = _misfit(count, int, MOST["num_hidden_layers"])
+    require((not wrong, f"num_hidden_layers must be {wrong}, found {count!r}"))
     return count
+
+
+def check_layers(config: Any, tensors: int) -> None:
+    """`ConfigError` for a config of more layers than its files have tensors: a spec of them all would take long."""
+    layers = config.num_hidden_layers
+    require((layers <= tensors, f"num_hidden_layers is {layers}, and the files have {tensors} tensors in all"))
 
 
 def require(*conditions: tuple[bool, str]) -> None:
     """`ConfigError` listing the sentence of each condition that does not hold."""
-    broken = [sentence for holds, sentence in conditions if not holds]
+    broken = [cut(sentence) for holds, sentence in conditions if not holds]
     if broken:
         raise ConfigError("; ".join(broken))
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def is_count(value: Any) -> bool:
+    """Whether a value is an integer from 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _misfit(value: Any, kind: Any, most: int) -> str | None:
+    """What a value should be and is not."""
     if get_origin(kind) is tuple:
-        return isinstance(value, (list, tuple)) and all(_fits(item, get_args(kind)[0]) for item in value)
+        (inner, *_) = get_args(kind)
+        whole = isinstance(value, (list, tuple)) and not any(_misfit(item, inner, most) for item in value)
+        return None if whole else f"a list of {inner.__name__}"
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+        return None if number and (value == 0 or SMALLEST <= abs(value) <= LARGEST) else "a finite number"
     if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind)
-
-
-def _called(kind: Any) -> str:
-    if get_origin(kind) is tuple:
-        return f"a list of {get_args(kind)[0].__name__}"
-    return {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}[kind]
+        whole = number and isinstance(value, int)
+        return None if whole and abs(value) <= most else f"at most {most}" if whole else "an integer"
+    return None if isinstance(value, kind) else {bool: "true or false", str: "a string"}[kind]

@@ -16,7 +16,7 @@ from params.errors import CheckpointError
 from params.quant.schemes import is_quantized_checkpoint
 from params.sharding import Ranks
 
-from .config import section
+from .config import check_layers, section
 from .model import Model, build
 from .parallel import ranks_of
 from .text import Tokenizer
@@ -90,6 +90,7 @@ def open_checkpoint(path_or_hub_id: str | Path) -> Checkpoint:
     directory = directory_of(path_or_hub_id)
     config, tensors = checkpoints.read_config(directory), checkpoints.tensor_names(directory)
     model = build(config)
+    check_layers(model.config, len(tensors))
     layers = _mtp_layers(map(model.family.names.canonical, tensors))
     if bool(layers) != bool(getattr(model.config, "mtp_num_hidden_layers", 0)):
         # The field is often wrong: repositories without a draft head keep it, and saving with transformers drops it.

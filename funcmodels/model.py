@@ -16,6 +16,7 @@ import params as checkpoints
 from lowering import host_side, ops
 from lowering.layouts import LAYOUTS
 from params.errors import ConfigError
+from params.guarded import check_plain
 from params.modes import lasting
 from params.names import deepseek_v2 as deepseek_v2_names
 from params.names import gemma3 as gemma3_names
@@ -28,6 +29,7 @@ from params.spec import widened
 
 from . import state as states
 from .batch import Batch, check_ids
+from .config import section
 from .host_sides import forward_on_host
 from .models import (
     deepseek_v2,
@@ -278,10 +280,13 @@ def build(config: Mapping[str, Any] | str | Path) -> Model:
     if not isinstance(config, Mapping):
         path = Path(config)
         config = checkpoints.read_config(path.parent if path.name == "config.json" else path)
+    config = dict(config)
+    check_plain(config, "config", ConfigError)
+    section(config, "text_config")  # families without one too: what reads ids of special tokens looks into it
     kind = config.get("model_type")
     if kind == "kimi_linear" and kimi_k3.is_kimi_k3(config):
         kind = "kimi_k3"
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"model_type {kind!r} is not a known architecture; known: {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    return Model(family, family.read_config(config), dict(config))
+    return Model(family, family.read_config(config), config)

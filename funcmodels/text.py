@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from params.errors import CheckpointError, ConfigError
-from params.files import CONFIG_LIMIT, read_object
+from params.files import CONFIG_LIMIT
+from params.guarded import lies_at, read_object
 
 from .config import section
 from .detokenizer import UNFINISHED, Detokenizer
@@ -40,19 +41,19 @@ class Tokenizer:
     def of(directory: Path, config: Mapping[str, Any]) -> Tokenizer:
         """The tokenizer of a checkpoint directory. `generation_config.json` has the say on ids, then `config`."""
         path = directory / "generation_config.json"
-        given = read_object(path, CONFIG_LIMIT, ConfigError) if path.exists() else {}
+        given = read_object(path, CONFIG_LIMIT, ConfigError) if lies_at(path) else {}
         bos, eos = (special_ids(name, given) or special_ids(name, config) for name in ("bos", "eos"))
         return Tokenizer(directory, bos[0] if bos else None, eos, given)
 
     @property
     def available(self) -> bool:
         """Whether the directory has one of the files."""
-        return any((self.directory / name).exists() for name in FILES)
+        return any(lies_at(self.directory / name) for name in FILES)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """What the file holds."""
-        found = next((name for name in FILES if (self.directory / name).exists()), None)
+        found = next((name for name in FILES if lies_at(self.directory / name)), None)
         if found is None:
             raise CheckpointError(f"{self.directory} has no {' or '.join(FILES)}, so it takes and gives token ids only")
         return FILES[found](self.directory / found)

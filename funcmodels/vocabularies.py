@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from params.errors import CheckpointError
-from params.files import CONFIG_LIMIT, read_object
+from params.files import CONFIG_LIMIT
+from params.guarded import lies_at, read_bytes, read_object
 
 from .config import section
 from .detokenizer import BYTE_CHARS, Stage, flat, stages_of, with_part
@@ -72,15 +73,6 @@ def _panic(error: BaseException | None) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def _content(path: Path) -> bytes:
-    try:
-        if path.is_file() and path.stat().st_size <= TOKENIZER_LIMIT:
-            return path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    raise CheckpointError(f"{path} is no regular file, or has more than {TOKENIZER_LIMIT} bytes; download it again")
-
-
 class TokenizerJson:
     """A `tokenizer.json`, read and run by the `tokenizers` library."""
 
@@ -88,7 +80,7 @@ class TokenizerJson:
         from tokenizers import Tokenizer, models
 
         self.path = path
-        content = _content(path)
+        content = read_bytes(path, TOKENIZER_LIMIT)
         with LibraryErrors(f"{path} cannot be read"):
             self._tokens = Tokenizer.from_buffer(content)
             # Training setups leave these in the file; a prompt is to be taken whole and as it is.
@@ -209,7 +201,7 @@ class TiktokenModel:
         import tiktoken
 
         self.path = path
-        content = _content(path)
+        content = read_bytes(path, TOKENIZER_LIMIT)
         with LibraryErrors(f"{path} cannot be read"):
             # The library's own reader keeps a copy by path, and gives that one after the file has changed.
             lines = (line.split() for line in content.splitlines() if line)
@@ -250,7 +242,7 @@ class TiktokenModel:
 
 def _added(path: Path, first: int) -> dict[int, tuple[str, bool]]:
     """Names of the ids from `first` on, and whether texts leave them out: as the config has it, else reserved ones."""
-    config = read_object(path, CONFIG_LIMIT, CheckpointError) if path.exists() else {}
+    config = read_object(path, CONFIG_LIMIT, CheckpointError) if lies_at(path) else {}
     names = {token: (f"<|reserved_token_{token}|>", False) for token in range(first, first + KIMI_RESERVED)}
     for key, entry in section(config, "added_tokens_decoder").items():
         if not (key.isdecimal() and isinstance(entry, Mapping) and isinstance(entry.get("content"), str)):

@@ -5,21 +5,27 @@ Nothing here or elsewhere in `params` unpickles: weights are safetensors, everyt
 
 from __future__ import annotations
 
-import json
+import math
+import os
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from params.errors import CheckpointError, ConfigError
+from params.errors import CheckpointError, ConfigError, cut
+from params.guarded import NAME, lies_at, open_file, parsed, read_object
 
 CONFIG_LIMIT = 16 * 2**20
 """Bytes a config.json may have; real ones have a few kilobytes."""
 INDEX_LIMIT = 256 * 2**20
 """Bytes an index may have; a quarter of a million expert tensors take about 40 MB."""
+HEADER_LIMIT, HEADER_VALUES = 100_000_000, 2**22
+"""Bytes and values that the header of a safetensors file may have. The first is the format's own bound."""
+AXES = 64
+"""More than this PyTorch has no tensor of."""
 
 FLOAT_STEM, QUANTIZED_STEM = "model", "quant_model_weights"
 """How files of weights are called, ModelSlim's and all others."""
@@ -89,27 +95,9 @@ def _download(hub_id: str) -> Path:
 def read_config(directory: str | Path) -> dict[str, Any]:
     """`config.json` of a checkpoint. `CheckpointError` when there is none, `ConfigError` when it is not an object."""
     path = Path(directory) / "config.json"
-    if not path.is_file():
+    if not lies_at(path):
         raise CheckpointError(f"{directory} has no config.json; a checkpoint is a directory with config and weights")
     return read_object(path, CONFIG_LIMIT, ConfigError)
-
-
-def read_object(path: Path, limit: int, kind: type[ValueError]) -> dict[str, Any]:
-    """A JSON file that must hold an object; anything else raises `kind` with the reason."""
-    try:
-        size = path.stat().st_size
-        value = json.loads(path.read_text(encoding="utf-8")) if size <= limit else None
-    except OSError as error:
-        raise kind(f"{path} cannot be read: {error.strerror or error}") from error
-    except RecursionError:
-        raise kind(f"{path} is nested too deeply") from None
-    except ValueError as error:
-        raise kind(f"{path} is not JSON: {error}") from error
-    if size > limit:
-        raise kind(f"{path} has {size} bytes, more than the {limit} such a file may have; it is not what it is named")
-    if not isinstance(value, dict):
-        raise kind(f"{path} holds a {type(value).__name__}, expected an object")
-    return value
 
 
 def tensor_names(directory: str | Path) -> dict[str, StoredTensor]:
@@ -128,7 +116,7 @@ def tensor_names(directory: str | Path) -> dict[str, StoredTensor]:
     index = _read_index(directory, named)
     if index is None:
         return _joined(directory, _loose_files(directory) if named is None else [named])
-    missing = sorted({file for file in index.values() if not (directory / file).is_file()})
+    missing = sorted(file for file in set(index.values()) if not lies_at(directory / file))
     if missing:
         raise CheckpointError(
             f"{directory}: the index names files that are not there: {listed(missing)}; finish the download"
@@ -156,7 +144,7 @@ def _visible(directory: Path, pattern: str) -> list[str]:
 
 def _named_weights(directory: Path) -> str | None:
     """What `config.json`, if there is one, names as the file or the index of the weights."""
-    config = read_config(directory) if (directory / "config.json").is_file() else {}
+    config = read_config(directory) if lies_at(directory / "config.json") else {}
     named = config.get(NAMED)
     if named is not None and not _plain_file(str(named).removesuffix(".index.json")):
         raise ConfigError(
@@ -169,9 +157,9 @@ def _read_index(directory: Path, named: str | None) -> dict[str, str] | None:
     """From tensor to file; `None` where no index counts."""
     if named is not None:
         return _weight_map(directory / named) if named.endswith(".index.json") else None
-    if (directory / SINGLE).is_file():
+    if lies_at(directory / SINGLE):
         try:
-            found = _weight_map(directory / INDEX) if (directory / INDEX).is_file() else {}
+            found = _weight_map(directory / INDEX) if lies_at(directory / INDEX) else {}
         except CheckpointError:
             return None  # a leftover, which nothing else looks at either
         return found if SINGLE in found.values() else None
@@ -193,11 +181,11 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 def _plain_file(file: object) -> bool:
     """A name that can only mean a file of the same directory."""
-    return isinstance(file, str) and re.fullmatch(r"[^/\\:\0]+\.safetensors", file) is not None
+    return isinstance(file, str) and re.fullmatch(r"[^/\\:\0\ud800-\udfff]{1,200}\.safetensors", file) is not None
 
 
 def _loose_files(directory: Path) -> list[str]:
-    if (directory / SINGLE).is_file():
+    if lies_at(directory / SINGLE):
         others = _visible(directory, f"{QUANTIZED_STEM}*.safetensors")
         if others:
             raise CheckpointError(
@@ -231,36 +219,64 @@ def _check_index(directory: Path, index: dict[str, str], headers: dict[str, dict
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file. `CheckpointError` when the header does not describe the file exactly."""
-    if not file.is_file():
-        raise CheckpointError(f"{file} is not a file, or a link to nothing; finish the download")
     try:
-        with safe_open(file, framework="pt"):
-            pass  # the library checks lengths, offsets and shapes against the size of the file
-        with file.open("rb") as stream:
+        with open_file(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(length), object_pairs_hook=_distinct)
-    except SafetensorError as error:
-        raise CheckpointError(f"{file} is not a whole safetensors file: {error}; download or save it again") from error
-    except (OSError, ValueError) as error:
+            if length > min(size - 8, HEADER_LIMIT):
+                raise _broken(file, f"its header would have {length} bytes, the file has {size}")
+            content = stream.read(length)
+    except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
+    header = parsed(content, file, CheckpointError, HEADER_VALUES, object_pairs_hook=_distinct)
+    if not isinstance(header, dict):
+        raise _broken(file, f"its header is a {type(header).__name__}, expected an object")
     header.pop("__metadata__", None)
-    return {name: _stored(name, entry, file, 8 + length) for name, entry in header.items()}
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys differ; the library would silently keep the last of two."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"its header names {next(name for name in names if names.count(name) > 1)!r} twice")
+    found = {name: _stored(name, entry, file, 8 + length) for name, entry in header.items()}
+    end = 8 + length
+    for name, tensor in sorted(found.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if tensor.offset != end:
+            raise _broken(file, f"{name} begins at byte {tensor.offset}, what is before it ends at {end}")
+        end += tensor.nbytes
+    if end != size:
+        raise _broken(file, f"its tensors end at byte {end}, the file has {size}")
     return found
 
 
-def _stored(name: str, entry: dict[str, Any], file: Path, base: int) -> StoredTensor:
-    if entry["dtype"] not in DTYPES:
-        raise CheckpointError(f"{file}: {name} has dtype {entry['dtype']}, which PyTorch has no type for")
-    start, stop = entry["data_offsets"]
-    return StoredTensor(tuple(entry["shape"]), DTYPES[entry["dtype"]], file, base + start, stop - start)
+def _broken(file: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{file} is not a whole safetensors file: {why}; download or save it again")
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys differ; of two tensors of one name only the last would be seen."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"its header names {name[:NAME]!r} twice")
+    return found
+
+
+def _stored(name: str, entry: Any, file: Path, base: int) -> StoredTensor:
+    """A tensor of a header, of which each part may be anything."""
+    if len(name) > NAME or not name.isprintable():
+        raise _broken(file, f"{name[:40]!r}... is a name of {len(name)} characters, expected at most {NAME} printable")
+    if not isinstance(entry, Mapping) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _broken(file, f"{name} must have dtype, shape and data_offsets and nothing else")
+    word, shape, place = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(word, str) or word not in DTYPES:
+        raise CheckpointError(f"{file}: {name} has dtype {cut(repr(word))}, which PyTorch has no type for")
+    if not (_are_sizes(shape) and len(shape) <= AXES and math.prod(size or 1 for size in shape) < 2**60):
+        raise _broken(file, f"{name} has shape {cut(str(shape))}, expected at most {AXES} sizes")
+    if not (_are_sizes(place) and len(place) == 2):
+        raise _broken(file, f"{name} has data_offsets {cut(str(place))}, expected where its bytes begin and end")
+    nbytes = math.prod(shape) * DTYPES[word].itemsize
+    if place[1] - place[0] != nbytes:
+        raise _broken(file, f"{name} {word}{shape} has {nbytes} bytes, data_offsets {place} are of others")
+    return StoredTensor(tuple(shape), DTYPES[word], file, base + place[0], nbytes)
+
+
+def _are_sizes(found: Any) -> bool:
+    return isinstance(found, list) and all(type(item) is int and 0 <= item < 2**63 for item in found)
 
 
 def listed(names: Iterable[str], most: int = 20) -> str:

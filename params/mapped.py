@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from params.errors import CheckpointError
 from params.files import StoredTensor
+from params.guarded import open_file
 from params.tree import tree
 
 
@@ -88,10 +90,14 @@ def mapped(stored: list[StoredTensor]) -> MappedRows:
 def _bytes(file: Path) -> Tensor:
     """A file as a tensor of its bytes."""
     try:
-        return torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
-    except (OSError, RuntimeError) as error:
+        with open_file(file) as stream:
+            return torch.frombuffer(mmap(stream.fileno(), 0, access=ACCESS_COPY), dtype=torch.uint8)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be mapped: {error}; load the table to memory instead") from error
 
 
 def _view(content: Tensor, tensor: StoredTensor) -> Tensor:
-    return content[tensor.offset : tensor.offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    end = tensor.offset + tensor.nbytes
+    if len(content) < end:
+        raise CheckpointError(f"{tensor.file} became shorter while it was read; load again")
+    return content[tensor.offset : end].view(tensor.dtype).view(tensor.shape)

@@ -1,6 +1,6 @@
 """Which checkpoint tensor goes where, decided from names, shapes and dtypes before any value is read.
 
-`match` never raises for what is in a checkpoint: it returns a `Plan` with everything that fits and everything that
+`match` does not raise for what is in a checkpoint: it returns a `Plan` with everything that fits and everything that
 does not. Loading refuses a plan with problems; inspecting shows it.
 """
 
@@ -25,6 +25,12 @@ CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 LISTED = 200
 """Problems of one kind that a message spells out."""
+MISSING = 10_000
+"""Tensors that may be missing of the smallest checkpoint for all of them to be looked at."""
+SAMPLE = 64
+"""Parts of a layout that are looked for in a checkpoint."""
+HINTED, NEAR = 40, 100
+"""Missing names that get a hint, and names that each is compared with: comparing takes long."""
 
 
 @runtime_checkable
@@ -100,7 +106,8 @@ def refuse(headline: str, problems: Sequence[Problem]) -> None:
 def match(spec: Any, names: Names, tensors: Mapping[str, Shaped], dtype: torch.dtype | None) -> Plan:
     """Match a checkpoint's tensors with the leaves of a spec tree.
 
-    `dtype` is what floating-point leaves without a pinned dtype get; `None` keeps the checkpoint's.
+    `dtype` is what floating-point leaves without a pinned dtype get; `None` keeps the checkpoint's. `CheckpointError`
+    for another dtype, and for a spec of far more tensors than there are.
     """
     if dtype is not None and dtype not in CASTABLE:
         raise CheckpointError(f"parameters cannot have dtype {dtype}; give one of {CASTABLE}, or None to keep theirs")
@@ -108,7 +115,7 @@ def match(spec: Any, names: Names, tensors: Mapping[str, Shaped], dtype: torch.d
     present, problems = by_rule_name(names, tensors)
     placements: list[Placement] = []
     missing: list[Problem] = []
-    layouts = {path: closest(names.layouts(path, leaf, leaves), present) for path, leaf in leaves.items()}
+    layouts = chosen_layouts(names, leaves, present)
     present = _either_of_tied(names, present, {part.name for layout in layouts.values() for part in layout})
     for path, layout in layouts.items():
         for part in layout:
@@ -162,9 +169,38 @@ def _either_of_tied(names: Names, present: Mapping[str, str], wanted: Collection
     return found
 
 
-def closest(layouts: tuple[Layout, ...], present: Mapping[str, str]) -> Layout:
+def chosen_layouts(
+    names: Names, leaves: Mapping[str, TensorSpec], present: Mapping[str, str]
+) -> dict[str, tuple[Part, ...]]:
+    """How a checkpoint with the tensors `present` stores each leaf, as far as can be told.
+
+    `CheckpointError` where that would take tensors beyond all that could be missing: then work and memory would follow
+    a number in the config, and not what the files hold.
+    """
+    found: dict[str, tuple[Part, ...]] = {}
+    room = 4 * len(present) + MISSING
+    for path, leaf in leaves.items():
+        layout = closest(names.layouts(path, leaf, leaves), present)
+        room -= len(layout)
+        if room < 0:
+            count = sum(map(len, found.values())) + len(layout)
+            raise CheckpointError(
+                f"the config asks for far more tensors than the {len(present)} that the files have: up to {path} "
+                f"{shown(leaf.shape)} already {count}; check its numbers of layers and of experts"
+            )
+        found[path] = tuple(layout)
+    return found
+
+
+def closest(layouts: Sequence[Layout], present: Mapping[str, str]) -> Layout:
     """The layout of which the largest share is there, the first one when none is."""
-    return max(layouts, key=lambda layout: sum(part.name in present for part in layout) / max(len(layout), 1))
+    return max(layouts, key=lambda layout: _share(layout, present))
+
+
+def _share(layout: Layout, present: Mapping[str, str]) -> float:
+    """Of a long layout some parts stand for all."""
+    some = layout[:: -(-len(layout) // SAMPLE) or 1]
+    return sum(part.name in present for part in some) / max(len(some), 1)
 
 
 def _repeats(names: Names, left: Mapping[str, str], placements: list[Placement]) -> dict[str, str]:
@@ -192,12 +228,13 @@ def _hinted(missing: list[Problem], unexpected: list[str], everything: list[str]
     """Missing tensors with the nearest name of the same layer and expert, from the unexpected ones if there are any."""
     spare, present = _by_numbers(unexpected), _by_numbers(everything)
     found = []
-    for problem in missing[:LISTED]:
+    for problem in missing[:HINTED]:
         numbers = _numbers(problem.name)
-        near = difflib.get_close_matches(problem.name, spare.get(numbers) or present.get(numbers, []), n=1)
+        names = spare.get(numbers) or present.get(numbers, [])
+        near = difflib.get_close_matches(problem.name, names[:NEAR], n=1)
         hint = f"; the nearest name is {near[0]}" if near else ""
         found.append(problem._replace(text=problem.text + hint))
-    return found + missing[LISTED:]
+    return found + missing[HINTED:]
 
 
 def _by_numbers(names: list[str]) -> dict[tuple[str, ...], list[str]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from params.errors import CheckpointError
 from params.files import StoredTensor
+from params.guarded import open_file
 from params.names.rules import Source
 
 CHUNK = 2**20
@@ -28,7 +29,7 @@ def small(source: StoredTensor) -> Tensor:
 def same_bytes(first: StoredTensor, second: StoredTensor) -> bool:
     """Whether two tensors of the same shape and dtype hold the same bits."""
     try:
-        with first.file.open("rb") as one, second.file.open("rb") as two:
+        with open_file(first.file) as one, open_file(second.file) as two:
             one.seek(first.offset)
             two.seek(second.offset)
             sizes = [min(CHUNK, first.nbytes - start) for start in range(0, first.nbytes, CHUNK)]
@@ -58,7 +59,7 @@ def read_all(jobs: Iterable[Job], advance: Callable[[int], None]) -> None:
     for file, inside in by_file.items():
         inside.sort(key=lambda job: job.stored.offset)
         try:
-            with file.open("rb", buffering=0) as stream:
+            with open_file(file, buffering=0) as stream:
                 for job in inside:
                     _read(stream, job, advance)
         except OSError as error:

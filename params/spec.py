@@ -10,11 +10,14 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from params.errors import ConfigError
 from params.sharding import Rule
 from params.tree import dotted
 
 T = TypeVar("T")
 
+MOST_ELEMENTS = 2**60
+"""Beyond these not even the bytes of a tensor can be counted in 64 bits."""
 Init = Literal["normal", "zeros", "ones", "log_uniform", "inverse_softplus", "conv"]
 
 
@@ -39,6 +42,10 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if self.parts is not None and sum(self.parts) != self.shape[0]:
             raise ValueError(f"parts {self.parts} add up to {sum(self.parts)}, the leaf has {self.shape[0]} rows")
+        if self.numel >= MOST_ELEMENTS:
+            raise ConfigError(
+                f"a parameter would be {list(self.shape)}, more numbers than any computer addresses; check the config"
+            )
 
     @property
     def numel(self) -> int:

@@ -12,6 +12,7 @@ from params.errors import ConfigError
 from params.modes import lasting
 from params.names.block_drafts import NAMES
 
+from ..config import check_layers
 from ..loading import BUNDLED
 from ..model import Model
 from .block import BlockDraft, block_spec, with_context
@@ -58,7 +59,9 @@ def draft(
     directory = directory_of_draft(kind)
     config = read_config(checkpoints.read_config(directory), _layers(model))
     _check_fit(model, config)
-    own = checkpoints.load(directory, block_spec(config), NAMES, dtype=dtype, device=device)
+    tensors = checkpoints.tensor_names(directory)
+    check_layers(config, len(tensors))
+    own = checkpoints.load(directory, block_spec(config), NAMES, dtype=dtype, device=device, tensors=tensors)
     return (DFlashDraft if config.architecture in DFLASH else DSparkDraft)(model, config, with_context(own))
 
 

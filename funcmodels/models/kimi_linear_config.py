@@ -11,8 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from params.errors import ConfigError
-
 from .. import config as configs
 
 LATENT_EPS = 1e-6
@@ -91,16 +89,13 @@ def read_fields(
     Rules are given the fields under one spelling.
     """
     named, broken = _one_spelling(given)
-    layers = configs.layer_count(given)
-    if layers is not None:
-        kinds, wrong = _kinds(named, configs.section(given, "linear_attn_config"), layers)
-        named, broken = named | kinds, broken + wrong
-    if broken:
-        raise ConfigError("; ".join(broken))
+    kinds, wrong = _kinds(named, configs.section(given, "linear_attn_config"), configs.layer_count(given))
+    named, broken = named | kinds, broken + wrong
+    configs.require(*((False, sentence) for sentence in broken))
     config = configs.read(kind, named, (*_needed(named), *needed))
     configs.require(
         *((getattr(config, name) > 0, f"{name} must be positive, found {getattr(config, name)}") for name in _POSITIVE),
-        *_layer_rules(config, given),
+        *_layer_rules(config),
         *_expert_rules(config, given),
         *_attention_rules(config, given),
         *_other_model_rules(given),
@@ -123,23 +118,34 @@ def _one_spelling(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return named, broken
 
 
-def _kinds(named: Mapping[str, Any], linear: Mapping[str, Any], layers: int) -> tuple[dict[str, Any], list[str]]:
-    """The kinds of layers, given as they are or by numbers; and what is wrong with the numbers."""
-    found: dict[str, Any] = {}
+def _kinds(named: Mapping[str, Any], linear: Mapping[str, Any], layers: int | None) -> tuple[dict[str, Any], list[str]]:
+    """The kinds of layers, given as they are or by numbers; and what is wrong with the numbers.
+
+    There are none where `layers` is None, for no number of layers: then that is to be complained of, and not the kinds.
+    """
+    found: dict[str, Any] = {"layer_types": named.get("layer_types") or []} if layers is None else {}
     dense = _dense_layers(named)
-    if named.get("mlp_layer_types") is None and isinstance(dense, int):
-        found["mlp_layer_types"] = [DENSE if index < dense else SPARSE for index in range(layers)]
-    numbers: dict[str, Any] = {LINEAR: linear.get("kda_layers"), FULL: linear.get("full_attn_layers")}
-    if not all(isinstance(ids, (list, tuple)) for ids in numbers.values()):
-        return found, []
-    places = [layer for ids in numbers.values() for layer in ids]
-    if sorted(places, key=str) != sorted(range(1, layers + 1), key=str):
-        return found, [
-            f"linear_attn_config: kda_layers {list(numbers[LINEAR])} and full_attn_layers {list(numbers[FULL])} must "
-            f"name each layer from 1 to num_hidden_layers {layers} once, counted from 1"
-        ]
-    kinds = [LINEAR if index + 1 in numbers[LINEAR] else FULL for index in range(layers)]
+    broken = [] if configs.is_count(dense) else [f"first_k_dense_replace must be an integer from 0, found {dense!r}"]
+    if named.get("mlp_layer_types") is None:
+        found["mlp_layer_types"] = [] if broken else [DENSE if at < dense else SPARSE for at in range(layers or 0)]
+    numbers: dict[str, Any] = {name: linear.get(name) for name in ("kda_layers", "full_attn_layers")}
     given = named.get("layer_types")
+    if layers is None or (given is not None and None in numbers.values()) or numbers == dict.fromkeys(numbers):
+        return found, broken
+    broken += [
+        f"linear_attn_config.{name} must be a list of layers, counted from 1; found {ids!r}"
+        for name, ids in numbers.items()
+        if not (isinstance(ids, (list, tuple)) and all(map(configs.is_count, ids)))
+    ]
+    if broken:
+        return found, broken
+    kda, full = numbers.values()
+    if sorted([*kda, *full]) != list(range(1, layers + 1)):
+        return found, [
+            f"linear_attn_config: kda_layers {list(kda)} and full_attn_layers {list(full)} must name each layer from 1 "
+            f"to num_hidden_layers {layers} once, counted from 1"
+        ]
+    kinds = [LINEAR if index + 1 in kda else FULL for index in range(layers)]
     if given not in (None, kinds, tuple(kinds)):
         return found, [f"layer_types {given!r} and linear_attn_config, which says {kinds}, differ; keep one"]
     return found | {"layer_types": kinds}, []
@@ -158,12 +164,7 @@ def _needed(named: Mapping[str, Any]) -> list[str]:
     return ["num_experts", "num_experts_per_token"] if routed else []
 
 
-def _layer_rules(config: KimiLinearConfig, given: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    dense = _dense_layers(given)
-    yield (
-        isinstance(dense, int) and not isinstance(dense, bool) and dense >= 0,
-        f"first_k_dense_replace must be an integer from 0, found {dense!r}",
-    )
+def _layer_rules(config: KimiLinearConfig) -> Iterator[tuple[bool, str]]:
     for name, known in (("layer_types", (LINEAR, FULL)), ("mlp_layer_types", (DENSE, SPARSE))):
         kinds = getattr(config, name)
         yield (

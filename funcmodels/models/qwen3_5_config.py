@@ -72,9 +72,12 @@ def rope_sections(given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def default_layer_types(given: Mapping[str, Any]) -> list[str]:
     """Every n-th layer attends fully, by default every fourth. Wrong types are left to the config's own check."""
-    layers, every = configs.layer_count(given), given.get("full_attention_interval") or 4
-    if layers is None or not isinstance(every, int):
+    layers, every = configs.layer_count(given), given.get("full_attention_interval")
+    every = 4 if every is None else every
+    if layers is None or given.get("layer_types") is not None:
         return []
+    whole = configs.is_count(every) and every > 0
+    configs.require((whole, f"full_attention_interval must be a positive integer, found {every!r}"))
     return ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
 
 
@@ -98,8 +101,6 @@ def _layer_rules(config: Qwen35Config) -> Iterator[tuple[bool, str]]:
     kinds, known = config.layer_types, ("full_attention", "linear_attention")
     layers, drafts = config.num_hidden_layers, config.mtp_num_hidden_layers
     yield drafts >= 0, f"mtp_num_hidden_layers must not be negative, found {drafts}"
-    most = configs.MOST_LAYERS
-    yield drafts <= most, f"mtp_num_hidden_layers must be at most {most}, found {drafts}"
     yield len(kinds) == layers, f"layer_types has {len(kinds)} entries, num_hidden_layers is {layers}"
     yield set(kinds) <= set(known), f"layer_types may hold {' and '.join(known)}, found {sorted(set(kinds))}"
     for more, fewer in (

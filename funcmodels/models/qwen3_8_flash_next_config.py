@@ -16,6 +16,8 @@ from .qwen3_5_config import default_layer_types, rope_section_rules, rope_sectio
 
 INDEXED, LINEAR = "indexed_attention", "linear_attention"
 """Kinds of layer. Published configs call the first `full_attention`."""
+MOST_HASHES, MOST_SHARDS = 512, 2**14
+"""The most hash heads, each of which a prime is looked for, and shards of tables; published are 16 and 512 a layer."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,16 @@ def _ngram_rules(config: FlashNextConfig) -> Iterator[tuple[bool, str]]:
         yield getattr(config, name) > 0, f"{name} must be positive, found {getattr(config, name)}"
     yield config.ple_conv_kernel_size > 1, "ple_conv_kernel_size must be at least 2: else there is no window to carry"
     heads = max((config.ngram_size - 1) * config.heads_per_ngram, 1)
+    tables = len(ids)
+    yield (
+        heads * tables <= MOST_HASHES,
+        f"{tables} layers of {heads} hash heads are {heads * tables}, more than {MOST_HASHES} in all; check "
+        "ple_layer_ids, ngram_size and heads_per_ngram",
+    )
+    yield (
+        config.split_ngram_parts * tables <= MOST_SHARDS,
+        f"split_ngram_parts {config.split_ngram_parts} of {tables} layers are more than {MOST_SHARDS} in all",
+    )
     yield (
         config.ple_embed_dim % heads == 0,
         f"ple_embed_dim {config.ple_embed_dim} is not a multiple of the {heads} hash heads "

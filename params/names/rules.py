@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, overload, runtime_checkable
 
 from torch import Tensor
 
@@ -72,7 +72,8 @@ class Part(NamedTuple):
         return ", ".join(words)
 
 
-Layout = tuple[Part, ...]
+Layout = Sequence[Part]
+"""Checkpoint tensors that together make up a leaf."""
 
 
 @runtime_checkable
@@ -168,7 +169,7 @@ class Experts:
     def layouts(self, leaf: TensorSpec, layer: int | None) -> tuple[Layout, ...]:
         """The stacked tensor first, then one tensor an expert and member, by either convention."""
         other = tuple(".".join(_OTHER_WORDS.get(word, word) for word in name.split(".")) for name in self.each)
-        apart = tuple(_one_by_one(leaf.shape, layer, names) for names in (self.each, other))
+        apart = tuple(OneByOne(leaf.shape, layer, names) for names in (self.each, other))
         return (Part(self.stacked.format(i=layer), leaf.shape),), *apart
 
 
@@ -186,14 +187,29 @@ _WORDS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _OTHER_WORDS = _WORDS | {short: long for long, short in _WORDS.items()}
 
 
-def _one_by_one(shape: tuple[int, ...], layer: int | None, names: tuple[str, ...]) -> Layout:
-    experts, rows, columns = shape
-    step = rows // len(names)
-    return tuple(
-        Part(name.format(i=layer, e=expert), (step, columns), (expert, slice(index * step, (index + 1) * step)))
-        for expert in range(experts)
-        for index, name in enumerate(names)
-    )
+@dataclass(frozen=True)
+class OneByOne(Sequence[Part]):
+    """The tensors of single experts, each made when it is asked for: a config can ask for any number of experts."""
+
+    shape: tuple[int, ...]
+    layer: int | None
+    names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return self.shape[0] * len(self.names)
+
+    @overload
+    def __getitem__(self, at: int) -> Part: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Part, ...]: ...
+    def __getitem__(self, at: int | slice) -> Part | tuple[Part, ...]:
+        if isinstance(at, slice):
+            return tuple(self[place] for place in range(len(self))[at])
+        expert, index = divmod(range(len(self))[at], len(self.names))
+        _, rows, columns = self.shape
+        step = rows // len(self.names)
+        region = (expert, slice(index * step, (index + 1) * step))
+        return Part(self.names[index].format(i=self.layer, e=expert), (step, columns), region)
 
 
 @dataclass(frozen=True)

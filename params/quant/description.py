@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from params.errors import CheckpointError
-from params.files import INDEX_LIMIT, read_object
+from params.files import INDEX_LIMIT
+from params.guarded import lies_at, read_object
 from params.quant.values import MX_BLOCK, MXFP8Weight
 
 FILE = "quant_model_description.json"
@@ -65,7 +66,7 @@ def read_description(directory: Path, canonical: Callable[[str], str]) -> Descri
     `CheckpointError` for a file that holds no object.
     """
     path = directory / FILE
-    if not path.exists():
+    if not lies_at(path):
         return None
     entries = read_object(path, INDEX_LIMIT, CheckpointError)
     words: dict[str, str] = {}

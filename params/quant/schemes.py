@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from params.files import StoredTensor, listed, read_config
-from params.matching import Problem, by_rule_name, closest, refuse
+from params.guarded import lies_at
+from params.matching import Problem, by_rule_name, chosen_layouts, refuse
 from params.names.rules import Ignore, Layout, Names, Part
 from params.quant.description import FILE, FLOAT, Description, read_description
 from params.quant.packed import CONFIG, SUFFIX, is_packed, read_packed
@@ -95,7 +96,7 @@ def described(directory: Path, spec: Any, names: Names, tensors: Mapping[str, St
     headers = {plain: tensors[name] for plain, name in own.items()}
     checkpoint = _Checkpoint(description.words, headers, known, description.group_size)
     seen = own | {f"{module_of(name)}.weight": found for name, found in own.items() if name.endswith(f".{SUFFIX}")}
-    layouts = {path: closest(names.layouts(path, leaf, leaves), seen) for path, leaf in leaves.items()}
+    layouts = chosen_layouts(names, leaves, seen)
     nodes = {node: [f"{node}.{name}" if node else name for name in fields] for node, fields in projections(spec)}
     paths = [path for fields in nodes.values() for path in fields]
     problems = [Problem(KIND, name, text) for name, text in description.problems]
@@ -118,7 +119,7 @@ def described(directory: Path, spec: Any, names: Names, tensors: Mapping[str, St
 
 def is_quantized_checkpoint(directory: Path) -> bool:
     """Whether a directory's description or config says that its weights are quantised."""
-    return (directory / FILE).is_file() or is_packed(read_config(directory))
+    return lies_at(directory / FILE) or is_packed(read_config(directory))
 
 
 def quantized_spec(directory: Path, spec: Any, names: Names, tensors: Mapping[str, StoredTensor]) -> Any:

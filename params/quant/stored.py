@@ -17,7 +17,7 @@ from torch import Tensor
 
 from params.errors import CheckpointError
 from params.files import listed
-from params.names.rules import Layout, Names, Part
+from params.names.rules import Layout, Names, OneByOne, Part
 from params.quant.description import FLOAT
 from params.quant.values import (
     Int4Weight,
@@ -124,7 +124,10 @@ class QuantizedNames(Names):
             members, stored = self.stored[path]
             return (tuple(stored.part(member, leaf.shape) for member in members),)
         found = sorted(self.plain.layouts(path, leaf, self.paths), key=is_stacked)
-        return tuple(tuple(part for part in layout if not self.is_folded(part.name)) for layout in found)
+        return tuple(layout if isinstance(layout, OneByOne) else self._unfolded(layout) for layout in found)
+
+    def _unfolded(self, layout: Layout) -> Layout:
+        return tuple(part for part in layout if not self.is_folded(part.name))
 
     def ignored(self, name: str, paths: Collection[str]) -> str | None:
         """Why a tensor nobody asked for may be passed over, or `None`: then it is an error."""

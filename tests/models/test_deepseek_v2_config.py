@@ -74,7 +74,7 @@ def test_a_model_without_experts_needs_none_of_their_fields() -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; only silu is"),
         ({"mlp_bias": True}, "mlp_bias True is not supported"),
         ({"attention_bias": 1}, "attention_bias must be true or false, found 1"),
-        ({"num_hidden_layers": 10**30}, "num_hidden_layers must be at most 10000"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers must be at most 1000"),
         ({"first_k_dense_replace": -1}, "first_k_dense_replace must not be negative, found -1"),
         ({"num_experts_per_tok": 99}, "num_experts_per_tok must be in 1..n_routed_experts"),
         ({"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported; known: greedy, group_limited_greedy"),

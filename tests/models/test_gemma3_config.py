@@ -77,7 +77,7 @@ def test_nulls_are_defaults() -> None:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": None}, "hidden_size is missing"),
     ({"num_hidden_layers": "7"}, "num_hidden_layers must be an integer, found '7'"),
-    ({"num_hidden_layers": 10**30, "layer_types": None}, "num_hidden_layers must be at most 10000"),
+    ({"num_hidden_layers": 10**30, "layer_types": None}, "num_hidden_layers must be at most 1000,"),
     ({"num_attention_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads, found 3 and 2"),
     ({"head_dim": 15}, "head_dim must be even for its channels to turn in pairs, found 15"),
     ({"sliding_window": 0}, "sliding_window must be positive, found 0"),

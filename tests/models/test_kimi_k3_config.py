@@ -113,7 +113,7 @@ def test_all_missing_fields_are_listed_at_once() -> None:
         (text(mla_use_nope=0), "mla_use_nope 0 is not supported: latent attention has no rotation here"),
         (text(hidden_act=[]), "hidden_act [] is not supported; only situ is"),
         (text(first_k_dense_replace=-1), "first_k_dense_replace must be an integer from 0, found -1"),
-        (text(num_hidden_layers=10**30), f"num_hidden_layers must be at most 10000, found {10**30}"),
+        (text(num_hidden_layers=10**30), f"num_hidden_layers must be at most 1000, found {10**30}"),
         (PUBLISHED | {"tie_word_embeddings": True}, "tie_word_embeddings True is not supported: the head has a weight"),
         (linear(gate_lower_bound=0.5), "gate_lower_bound must be negative, as log decays are; found 0.5"),
         (linear(gate_lower_bound=...), "gate_lower_bound is missing"),

@@ -127,8 +127,8 @@ def test_fields_that_cannot_be(changes: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize(
     ("delta", "latent"),
-    [([0, 2, 3], [1]), ([1, 2, 3], [3, 4]), ([1, 2], [4]), ([1, 2, 3, 4], [5]), ([1, "2", 3], [4])],
-    ids=["from_0", "twice", "left_out", "too_many", "words"],
+    [([0, 2, 3], [1]), ([1, 2, 3], [3, 4]), ([1, 2], [4]), ([1, 2, 3, 4], [5])],
+    ids=["from_0", "twice", "left_out", "too_many"],
 )
 def test_numbers_of_layers_that_cannot_be(delta: list[int], latent: list[int]) -> None:
     section = sizes("grouped", 0)["linear_attn_config"] | {"kda_layers": delta, "full_attn_layers": latent}
@@ -138,6 +138,31 @@ def test_numbers_of_layers_that_cannot_be(delta: list[int], latent: list[int]) -
     )
     with pytest.raises(fm.ConfigError, match=re.escape(message)):
         fm.build(config(0, linear_attn_config=section))
+
+
+@pytest.mark.parametrize("name", ["kda_layers", "full_attn_layers"])
+@pytest.mark.parametrize("given", [None, "1", 3, {"1": 2}, [1, "2"], [[1]], [1.0], [True, -1]])
+def test_a_list_of_layers_that_is_none_is_named(name: str, given: Any) -> None:
+    """By its own key, and not by the one that it is read into."""
+    section = sizes("grouped", 0)["linear_attn_config"] | {name: given}
+    with pytest.raises(fm.ConfigError, match=f"linear_attn_config.{name} must be a list of layers") as caught:
+        fm.build(config(0, linear_attn_config=section))
+    assert "layer_types" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"first_k_dense_replace": "1"}, "first_k_dense_replace must be an integer from 0, found '1'"),
+        ({"first_k_dense_replace": [1]}, "first_k_dense_replace must be an integer from 0, found [1]"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers must be an integer, found '4'"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
+    ],
+)
+def test_only_the_field_that_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(fm.ConfigError, match=re.escape(message)) as caught:
+        fm.build(config(0, **changes))
+    assert "layer_types" not in str(caught.value)
 
 
 def test_both_ways_to_name_layers_must_agree() -> None:

@@ -74,7 +74,7 @@ def config(**changes: Any) -> dict[str, Any]:
         ({"norm_topk_prob": False}, "norm_topk_prob false is not supported"),
         ({"attention_bias": True}, "attention_bias true is not supported"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types may hold linear_attention and indexed_attention"),
-        ({"num_hidden_layers": 10**30, "layer_types": None}, "num_hidden_layers must be at most 10000"),
+        ({"num_hidden_layers": 10**30, "layer_types": None}, "num_hidden_layers must be at most 1000,"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, num_hidden_layers is 4"),
         ({"num_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok 3 is more than num_experts 2"),
         ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers must be 0 or 1, found 2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import struct
 import tempfile
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 
 import params
@@ -50,6 +52,12 @@ BROKEN = {
     "negative size": header(f'{{"a":{entry(shape="[-4]")}}}', bytes(16)),
     "unknown dtype": header(f'{{"a":{entry(dtype="Q32")}}}', bytes(16)),
     "dtype without a PyTorch type": header(f'{{"a":{entry(dtype="F4", offsets="[0,2]")}}}', bytes(2)),
+    "thousands of axes": header(f'{{"a":{entry(shape="[" + "1," * 5000 + "4]")}}}', bytes(16)),
+    "endless strides": header(f'{{"a":{entry(shape=f"[{2**62},{2**62},0]", offsets="[0,0]")}}}'),
+    "sizes that are no integers": header(f'{{"a":{entry(shape="[4.0]")}}}', bytes(16)),
+    "true for a size": header(f'{{"a":{entry(shape="[true,4]")}}}', bytes(16)),
+    "a name like a book": header(f'{{"{"a." * 5000}":{entry()}}}', bytes(16)),
+    "half a character": header(f'{{"\\ud800":{entry()}}}', bytes(16)),
     "one name twice": header(f'{{"a":{entry()},"a":{entry()}}}', bytes(16)),
     "no shape": header('{"a":{"dtype":"F32","data_offsets":[0,16]}}', bytes(16)),
     "a pickle": pickle.dumps({"a": [1.0] * 64}),
@@ -118,6 +126,40 @@ def test_cut_files(cut: int, more: bytes) -> None:
         load_bytes(content)
 
 
+WORDS = st.sampled_from(["F32", "F16", "I8", "BOOL", "F64", "F8_E4M3", "Q8", 3, None])
+SIZES = st.lists(st.sampled_from([0, 1, 2, 3, 4, 2**40, 2**63, -1, 2.0, True, "2", None]), max_size=4)
+PLACES = st.one_of(st.tuples(st.integers(0, 40), st.integers(0, 40)), st.lists(st.integers(-4, 24), max_size=3))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_headers_that_the_library_takes(data: st.DataObject) -> None:
+    """What a header may say is what safetensors itself reads, and no other."""
+    tensors: dict[str, Any] = {}
+    end = 0
+    for name in data.draw(st.lists(st.sampled_from("abc"), unique=True)):
+        word, place = data.draw(WORDS), data.draw(PLACES)
+        shape: list[Any] = data.draw(SIZES)
+        if data.draw(st.integers(0, 9)) and all(type(size) is int and 0 <= size < 9 for size in shape):
+            itemsize = files.DTYPES[word].itemsize if word in files.DTYPES else 4
+            place = [end, end := end + itemsize * math.prod(shape)]
+        tensors[name] = {"dtype": word, "shape": shape, "data_offsets": place}
+    content = header(json.dumps(tensors), bytes(data.draw(st.sampled_from([end, end, end, 16]))))
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "model.safetensors"
+        file.write_bytes(content)
+        try:
+            with safe_open(file, framework="pt") as opened:
+                theirs = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError):
+            theirs = None
+        try:
+            ours = {name: stored.shape for name, stored in files.read_header(file).items()}
+        except params.CheckpointError:
+            ours = None
+    assert ours == theirs
+
+
 def index(directory: Path, weight_map: Any, name: str = "model") -> None:
     """Write an index."""
     (directory / f"{name}.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -143,7 +185,8 @@ def test_index(two_files: Path) -> None:
 @pytest.mark.parametrize(
     "file",
     ["../one.safetensors", "/etc/one.safetensors", "sub/one.safetensors", "..\\one.safetensors", "c:one.safetensors",
-     "one.bin", "..", "", ".safetensors/..", "a\0.safetensors", 3, None, ["one.safetensors"]],
+     "one.bin", "..", "", ".safetensors/..", "a\0.safetensors", "\ud800.safetensors", "a" * 300 + ".safetensors",
+     3, None, ["one.safetensors"]],
 )  # fmt: skip
 def test_an_index_names_files_beside_it_only(two_files: Path, file: Any) -> None:
     """No path, no other kind of file, no other type gets past the index."""
@@ -241,7 +284,7 @@ def test_one_file_beside_an_older_index(two_files: Path, left: str) -> None:
         ("../one.safetensors", r"transformers_weights may only name safetensors files .*, not '../one.safetensors'"),
         (["one.safetensors"], "transformers_weights may only name"),
         ("gone.safetensors", "gone.safetensors is not a file"),
-        ("gone.safetensors.index.json", "gone.safetensors.index.json cannot be read"),
+        ("gone.safetensors.index.json", "gone.safetensors.index.json is not a file, or a link to nothing"),
     ],
 )
 def test_a_config_that_names_its_weights(two_files: Path, named: Any, found: Any) -> None:

@@ -357,7 +357,7 @@ def test_a_file_cut_short_after_its_header_was_read(saved: Path, model: Any, spe
     with pytest.raises(params.CheckpointError, match="became shorter"):
         params.load(saved, spec, NAMES, tensors=headers)
     (saved / "model.safetensors").unlink()
-    with pytest.raises(params.CheckpointError, match="cannot be read"):
+    with pytest.raises(params.CheckpointError, match="is not a file, or a link to nothing"):
         params.load(saved, spec, NAMES, tensors=headers)
 
 

@@ -79,7 +79,7 @@ def test_which_layers_are_causal(is_causal: bool | None, causal: list[bool]) -> 
         ({"architectures": ["DFlashDraftModel"]}, "markov_rank 4 of a DFlash draft is not supported"),
         ({"architectures": ["DFlashDraftModel"], "markov_rank": 0, "block_size": 1}, "leaves no draft"),
         ({"num_key_value_heads": 4}, "must be a multiple of num_key_value_heads, found 6 and 4"),
-        ({"num_hidden_layers": 10**30}, "num_hidden_layers must be at most 10000"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers must be at most 1000"),
         ({"head_dim": 7}, "head_dim must be even"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, num_hidden_layers is 2"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "needs a positive sliding_window, found 0"),
