@@ -70,16 +70,28 @@ class Report:
     """The choices of one run. Prints as a table."""
 
     rows: list[Row] = field(default_factory=list)
+    known: dict[int, tuple[Choice, Row]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The row of each choice by its id: an op makes one a signature, so that counting a call is one look-up."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rows,)
 
     def add(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count one call."""
+        with _COUNTING:
+            found = self.known.get(id(choice))
+            if found is None:
+                found = self.known[id(choice)] = choice, self._row(choice, args)
+            found[1].count += 1
+
+    def _row(self, choice: Choice, args: tuple[Any, ...]) -> Row:
+        """The row that says the same, made now if there is none."""
         others = _for_other_weights(choice, args)
         new = Row(choice.op, choice.kernel.name, choice.refused, choice.target, asked=choice.asked, others=others)
-        with _COUNTING:
-            row = next((row for row in self.rows if replace(row, count=0) == new), new)
-            if row is new:
-                self.rows.append(new)
-            row.count += 1
+        row = next((row for row in self.rows if replace(row, count=0) == new), new)
+        if row is new:
+            self.rows.append(new)
+        return row
 
     def sheet(self) -> Sheet:
         """The report as a table."""

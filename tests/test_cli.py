@@ -312,10 +312,12 @@ def test_as_a_module_in_its_own_process(directory: Path) -> None:
     command = [sys.executable, "-W", "error", "-m", "funcmodels"]
     asked = [*command, "generate", "--model", str(directory), "--prompt", "def f(", "--max-new-tokens", "5"]
     root = Path(__file__).parents[1]
-    done = subprocess.run(asked, capture_output=True, cwd=root, timeout=120, check=False)
+    given = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | {"OMP_DISPLAY_ENV": "true"}
+    done = subprocess.run(asked, capture_output=True, cwd=root, env=given, timeout=120, check=False)
     result = fm.generate(*fm.load(directory, dtype=None), ["def f("], 5)[0]
     assert (done.returncode, done.stdout.decode()) == (0, f"{result.text}\n")
     assert b"kernels" in done.stderr and b"Traceback" not in done.stderr
+    assert re.search(rb"OMP_WAIT_POLICY ?= ?'PASSIVE'", done.stderr), "beside a busy process, threads that spin starve"
 
 
 def test_a_reader_that_leaves_early_is_no_error(directory: Path) -> None:
