@@ -312,7 +312,8 @@ def test_as_a_module_in_its_own_process(directory: Path) -> None:
     command = [sys.executable, "-W", "error", "-m", "funcmodels"]
     asked = [*command, "generate", "--model", str(directory), "--prompt", "def f(", "--max-new-tokens", "5"]
     root = Path(__file__).parents[1]
-    given = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | {"OMP_DISPLAY_ENV": "true"}
+    given = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    given["OMP_DISPLAY_ENV"] = "true"
     done = subprocess.run(asked, capture_output=True, cwd=root, env=given, timeout=120, check=False)
     result = fm.generate(*fm.load(directory, dtype=None), ["def f("], 5)[0]
     assert (done.returncode, done.stdout.decode()) == (0, f"{result.text}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -84,6 +85,19 @@ def test_a_printed_report_leaves_out_kernels_of_other_targets_alone(doubled: Op)
     assert set(row.refused) == {"small", "ascend", "picky"}
     assert "picky: serves nobody today" in row.reasons() and "ascend" not in row.reasons()
     assert "serves nobody today" in str(report)
+
+
+def test_counting_a_call_compares_nothing(doubled: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report makes the row of a choice once, whatever the number of calls: who records does not run slower."""
+    made = []
+    row_of = lowering.Report._row
+    monkeypatch.setattr(lowering.Report, "_row", lambda self, *args: made.append(args) or row_of(self, *args))
+    with lowering.record() as report:
+        for rows in (2, 2, 3, 5, 2, 5):
+            doubled(torch.zeros(rows))
+    assert [(row.kernel, row.count) for row in report.rows] == [("small", 4), (REFERENCE, 2)]
+    assert len(made) == 3, "one for each signature"
+    assert pickle.loads(pickle.dumps(report)) == report
 
 
 def test_a_kernel_asked_for_by_name_runs_or_raises(doubled: Op) -> None:
