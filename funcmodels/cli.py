@@ -12,6 +12,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from . import __version__
+
 DTYPES = ("bfloat16", "float16", "float32")
 TARGETS = ("cpu", "cuda", "ascend910b", "ascend910_93", "ascend950")
 """Named in `--help`; a test holds them against `lowering.TARGETS`."""
@@ -37,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="funcmodels", description="Language models as pure functions.")
+    parser.add_argument("--version", action="version", version=f"funcmodels {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="continue a prompt and show which kernels ran"))
     _add_inspect(commands.add_parser("inspect", help="what a checkpoint holds and where each tensor goes"))
@@ -48,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="bundled", help="directory, hub id, or 'bundled' (default)")
-    parser.add_argument("--prompt", help="text to continue (default: a piece of Python, for the bundled model)")
+    parser.add_argument(
+        "--prompt", help="text to continue, - for standard input (default: a piece of Python, for the bundled model)"
+    )
     parser.add_argument(
         "--draft",
         help="'mtp', 'none', 'dspark' (the bundled model's) or a directory (default: mtp if there is such a head)",
@@ -57,7 +62,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "--draft-steps", type=int, metavar="N", help="drafts a round (default 3; all of a block draft's)"
     )
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    parser.add_argument("--temperature", type=float, help="0 is greedy (default with --prompt; without one, 0.7)")
     parser.add_argument("--top-k", type=int, default=0, help="0 (default) is off")
     parser.add_argument("--top-p", type=float, default=1.0, help="1 (default) is off")
     parser.add_argument("--min-p", type=float, default=0.0, help="0 (default) is off")
@@ -86,7 +91,10 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 def _logit_bias(text: str) -> tuple[int, float]:
     token, _, value = text.partition("=")
-    return int(token), float(value)
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a token's id and a number, as 7=-1.5, found {text!r}") from None
 
 
 def _scheme(text: str) -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from rich.console import Console
 
 import lowering
 import params as checkpoints
-from lowering import LoweringError, Report, Sheet
+from lowering import CaptureError, LoweringError, Report, Sheet
 
 from . import cli
 from .batch import Batch
@@ -25,7 +26,7 @@ from .drafts import default_draft
 from .errors import StateError
 from .generation import generate
 from .loading import load, open_checkpoint, without_weights
-from .model import Model
+from .model import Model, device_named
 from .parallel import ranks_of, started
 from .requests import Event, Result
 from .sampling import Sampling
@@ -34,7 +35,12 @@ from .state import State
 DTYPES = {name: getattr(torch, name) for name in cli.DTYPES}
 PROMPT = 'def read_lines(path):\n    """Return the lines of a text file, without line ends."""'
 """Ends without a newline: the bundled model's tokens join one with the indentation that follows it."""
-ERRORS = (ValueError, LoweringError, StateError, OSError, MemoryError, ArithmeticError)
+DEMO_TEMPERATURE = 0.7
+"""That of a run without a prompt: greedy, so small a model soon repeats itself, which flatters its draft too."""
+ERRORS = (
+    ValueError, LoweringError, CaptureError, StateError, OSError, MemoryError, ArithmeticError, torch.OutOfMemoryError,
+    torch.distributed.DistError,
+)  # fmt: skip
 """What a user can mend: bad input, checkpoint, target or device. Everything else is a fault and shows a traceback."""
 
 
@@ -52,6 +58,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    _check_together(args)
+    if args.temperature is None:
+        args.temperature = DEMO_TEMPERATURE if args.prompt is None else 0.0
     sampling = Sampling(
         args.temperature, args.top_k, args.top_p, args.min_p, args.seed, args.repetition_penalty, args.presence_penalty,
         args.frequency_penalty, tuple(args.logit_bias),
@@ -65,6 +74,18 @@ def _generate(args: argparse.Namespace) -> int:
             return _continue(args, sampling, device, ranks)
 
 
+def _check_together(args: argparse.Namespace) -> None:
+    """`ValueError` for options of which one would be ignored beside the others."""
+    if args.tp < 1:
+        raise ValueError(f"--tp must be at least 1, found {args.tp}")
+    if args.whole_experts and args.tp == 1:
+        raise ValueError("--whole-experts says how ranks share experts; give --tp N too, or leave it out")
+    if args.prompt == "-" and args.tp > 1:
+        raise ValueError("--prompt - reads standard input, which ranks cannot share; give the text")
+    if args.draft == "none" and args.draft_steps is not None:
+        raise ValueError(f"--draft-steps {args.draft_steps} is of no use without a draft; name one with --draft")
+
+
 @contextmanager
 def _silence() -> Iterator[None]:
     """For ranks after the first: all of them find the same tokens."""
@@ -74,8 +95,10 @@ def _silence() -> Iterator[None]:
 
 def _continue(args: argparse.Namespace, sampling: Sampling, device: str, ranks: checkpoints.Ranks | None) -> int:
     """Continue the prompt, and show what ran."""
-    prompt = PROMPT if args.prompt is None else args.prompt
+    prompt = PROMPT if args.prompt is None else sys.stdin.read() if args.prompt == "-" else args.prompt
     model, params = load(args.model, dtype=DTYPES.get(args.dtype), device=device, mesh=ranks)
+    args.draft = default_draft(model) if args.draft is None else args.draft
+    _check_together(args)
     if args.backend is None:
         params = lowering.prepare(params)  # for kernels that a compiler does better than
     clock = [(time.perf_counter(), 0)]
@@ -83,10 +106,11 @@ def _continue(args: argparse.Namespace, sampling: Sampling, device: str, ranks: 
     def show(event: Event) -> None:
         clock.append((time.perf_counter(), len(event.tokens)))
         if len(clock) == 2 and args.prompt is None:
-            print(f"no --prompt given; continuing this piece of Python:\n\n{prompt}", file=sys.stderr, flush=True)
+            what = f"no --prompt given (- reads standard input); at temperature {sampling.temperature:g} goes on:"
+            print(f"{what}\n\n{prompt}", file=sys.stderr, flush=True)
         print(event.text, end="", flush=True)
 
-    options: dict[str, Any] = {"draft": args.draft or default_draft(model), "draft_steps": args.draft_steps}
+    options: dict[str, Any] = {"draft": args.draft, "draft_steps": args.draft_steps}
     options |= {"recurrent_dtype": DTYPES[args.recurrent_dtype], "backend": args.backend, "sampling": sampling}
     with lowering.record() as report:
         result = generate(model, params, [prompt], args.max_new_tokens, stream=show, **options)[0]
@@ -125,6 +149,23 @@ def _acceptance(draft: str, result: Result) -> list[str]:
 
 
 def _advice(model: Model, used: Sampling) -> list[str]:
+    """Notes where settings had no effect, and where the checkpoint asks for others than were used."""
+    return [*_idle(used), *_asked(model, used)]
+
+
+def _idle(used: Sampling) -> list[str]:
+    """A note where a greedy run was given what only draws read."""
+    drawing = ("top_k", "top_p", "min_p", "seed")
+    given = [
+        field for field in fields(Sampling) if field.name in drawing and getattr(used, field.name) != field.default
+    ]
+    if used.temperature or not given:
+        return []
+    flags = " ".join(f"--{field.name.replace('_', '-')} {getattr(used, field.name):g}" for field in given)
+    return [f"note: {flags} had no effect, since temperature 0 takes the largest logit; give --temperature"]
+
+
+def _asked(model: Model, used: Sampling) -> list[str]:
     """A note where the checkpoint asks for other settings than were used."""
     try:
         asked = Sampling.of(model)
@@ -142,15 +183,14 @@ def _advice(model: Model, used: Sampling) -> list[str]:
 
 
 def _check_device(device: str) -> None:
-    if device.split(":")[0] == "meta":
+    if device_named(device).type == "meta":
         raise ValueError(f"device {device!r} holds shapes without values, so nothing can run; give another")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:
-        raise ValueError(
-            f"device {device!r} cannot be used here: {error}; "
-            'an Ascend NPU needs CANN and pip install "funcmodels[npu]"'
-        ) from error
+        # Of a device without kernels Torch goes on to list all that have some.
+        why = str(error).splitlines()[0].split(". ")[0]
+        raise ValueError(f"device {device!r} cannot be used here: {why}") from error
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -176,7 +216,12 @@ def _lower(args: argparse.Namespace) -> int:
     if args.tokens < 1:
         raise ValueError(f"--tokens must be at least 1, found {args.tokens}")
     dtypes = {"dtype": DTYPES[args.dtype], "recurrent_dtype": DTYPES[args.recurrent_dtype]}
-    model, params = without_weights(args.model, dtypes["dtype"], dict(args.quantize))
+    schemes = dict(args.quantize)
+    if len(schemes) < len(args.quantize):
+        raise ValueError(f"--quantize names a pattern twice: {', '.join(pattern for pattern, _ in args.quantize)}")
+    if args.html is not None:
+        _check_page(Path(args.html))
+    model, params = without_weights(args.model, dtypes["dtype"], schemes)
     if args.tokens > model.config.max_position_embeddings:
         raise ValueError(f"--tokens {args.tokens}: the model takes {model.config.max_position_embeddings} at most")
     targets = list(dict.fromkeys(args.target))
@@ -193,6 +238,14 @@ def _lower(args: argparse.Namespace) -> int:
         Path(args.html).write_text(lowering.page(f"{args.model} lowered to {names}", sheets), encoding="utf-8")
         print(f"\nwritten to {args.html}", file=sys.stderr)
     return 0
+
+
+def _check_page(path: Path) -> None:
+    """`ValueError` for a file that could not be written when the work is done."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"--html {path}: {f'{path} is a folder' if path.is_dir() else f'no folder {path.parent}'}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--html {path}: may not be written; name another file")
 
 
 def _holding(tokens: int, state: State) -> State:

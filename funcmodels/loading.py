@@ -17,7 +17,7 @@ from params.quant.schemes import is_quantized_checkpoint
 from params.sharding import Ranks
 
 from .config import check_layers, section
-from .model import Model, build
+from .model import Model, build, device_named
 from .parallel import ranks_of
 from .text import Tokenizer
 
@@ -51,6 +51,7 @@ def load(
     parameters, on the "host", or with "file" nowhere, so that rows are read from the checkpoint's files. Raises
     `CheckpointError` or `ConfigError`; nothing is loaded in part.
     """
+    device = device_named(device)
     directory, tensors, model = open_checkpoint(path_or_hub_id)
     if mesh is not None:
         model = model.sharded(mesh if isinstance(mesh, Ranks) else ranks_of(mesh))
@@ -88,8 +89,9 @@ def without_weights(
 def open_checkpoint(path_or_hub_id: str | Path) -> Checkpoint:
     """What `load` does before it reads weights: config, tokenizer, and the tensors' names and places."""
     directory = directory_of(path_or_hub_id)
-    config, tensors = checkpoints.read_config(directory), checkpoints.tensor_names(directory)
-    model = build(config)
+    config = checkpoints.read_config(directory)
+    model = build(config)  # says what is not known here before it says which files are missing
+    tensors = checkpoints.tensor_names(directory)
     check_layers(model.config, len(tensors))
     layers = _mtp_layers(map(model.family.names.canonical, tensors))
     if bool(layers) != bool(getattr(model.config, "mtp_num_hidden_layers", 0)):

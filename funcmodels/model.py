@@ -186,7 +186,7 @@ class Model:
     def init_params(self, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
         """Random parameters, the same for the same seed whatever else the tree holds, and for any number of ranks."""
         whole = self.whole_spec(dtype)
-        made = checkpoints.init(whole, seed, dtype, device)
+        made = checkpoints.init(whole, seed, dtype, device_named(device))
         return made if self.ranks is None else checkpoints.shard(made, whole, self.ranks)
 
     @lasting
@@ -214,7 +214,7 @@ class Model:
         for name, value in (("rows", rows), ("max_len", max_len), ("page_size", page_size), ("pages", pages)):
             if value is not None or name != "pages":
                 at_least_one(f"init_state: {name}", value)
-        device = torch.device("cpu" if device is None else device)
+        device = device_named(device)
         owned = pages is None
         pool = PagePool(rows * -(-max_len // page_size) if pages is None else pages, owned)
         wide = torch.float64 if self.dtype == torch.float64 else None
@@ -273,6 +273,18 @@ def at_least_one(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be an integer, found {value!r}") from None
     if number < 1:
         raise ValueError(f"{name} must be at least 1, found {value}")
+
+
+def device_named(device: torch.device | str | None) -> torch.device:
+    """The device, the CPU for None. `ValueError` for a name that Torch does not know, `TypeError` for no name at all."""
+    try:
+        return torch.device("cpu" if device is None else device)
+    except TypeError:
+        raise TypeError(f"device must be a name as 'cpu' or 'cuda:1', or a torch.device, found {device!r}") from None
+    except RuntimeError:
+        npu = 'an Ascend NPU needs CANN and pip install "funcmodels[npu]"'
+        fix = npu if str(device).startswith("npu") else "give 'cpu', 'cuda', 'cuda:1' or 'npu'"
+        raise ValueError(f"device {device!r} cannot be used here: Torch does not know it; {fix}") from None
 
 
 def build(config: Mapping[str, Any] | str | Path) -> Model:

@@ -46,12 +46,14 @@ def started(size: int, device: str, timeout: timedelta = TIMEOUT) -> Iterator[tu
             f"{size} ranks were asked for, and {found or 'none'} were started; begin the command with "
             f"torchrun --nproc-per-node {size} -m funcmodels"
         )
-    kind = device.split(":")[0]
+    kind, _, place = device.partition(":")
+    if place:
+        raise ConfigError(f"device {device!r}: each rank takes the device of its own number; give {kind!r}")
     try:
         backend = dist.get_default_backend_for_device(kind)
     except ValueError as error:
         raise ConfigError(f"ranks on device {device!r} have nothing to exchange tensors through: {error}") from error
-    own = device if kind == "cpu" else f"{kind}:{os.environ['LOCAL_RANK']}"
+    own = kind if kind == "cpu" else f"{kind}:{os.environ['LOCAL_RANK']}"
     if kind != "cpu":
         torch.get_device_module(kind).set_device(own)
     dist.init_process_group(backend, timeout=timeout)

@@ -61,6 +61,8 @@ def resolve(path_or_hub_id: str | Path) -> Path:
 
     `CheckpointError` when it is neither, or when the hub cannot give it.
     """
+    if not str(path_or_hub_id):
+        raise CheckpointError("the name of a checkpoint is empty; give a directory or a hub id (owner/name)")
     directory = Path(path_or_hub_id).expanduser()
     if directory.is_dir():
         return directory

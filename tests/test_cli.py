@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,9 +91,12 @@ def test_generate_without_a_prompt_says_what_it_continues(
     monkeypatch.setattr(loading, "BUNDLED", directory)
     found = run("generate", "--max-new-tokens", 1)
     assert found.code == 0
-    assert "no --prompt given; continuing this piece of Python:" in found.err and commands.PROMPT in found.err
+    assert "no --prompt given" in found.err and commands.PROMPT in found.err
     assert "decode: 0 tokens" in found.err
-    assert found.out == run("generate", "--prompt", commands.PROMPT, "--max-new-tokens", 1, "--model", directory).out
+    asked = ["generate", "--temperature", commands.DEMO_TEMPERATURE, "--max-new-tokens", 1, "--model", directory]
+    assert found.out == run(*asked, "--prompt", commands.PROMPT).out
+    monkeypatch.setattr("sys.stdin", io.StringIO(commands.PROMPT))
+    assert found.out == run(*asked, "--prompt", "-").out
 
 
 def test_generate_loads_in_the_dtype_asked_for(
@@ -141,6 +146,7 @@ def test_generate_says_what_the_checkpoint_asks_for_instead(
     note = "note: generation_config.json asks for --temperature 0.6 --top-k 20, which was not used"
     assert note in run(*flags).err and note in run(*flags, "--top-k", 20).err
     assert "note:" not in run(*flags, "--temperature", 0.6, "--top-k", 20, "--seed", 3).err
+    assert "note: --top-k 5 --seed 3 had no effect" in run(*flags, "--top-k", 5, "--seed", 3).err
     path.write_text(json.dumps(asked | {"top_k": -3}))
     found = run(*flags)
     assert found.code == 0 and re.search("note: .* not used: generation_config.json: .*top_k must be", found.err)
@@ -164,6 +170,15 @@ MISTAKES = [
     (["--repetition-penalty", 0], "repetition_penalty must be a positive number"),
     (["--logit-bias", "99999=1"], "logit_bias has token ids outside the vocabulary"),
     (["--backend", "graph"], "backend='graph' is not known; there are: inductor, fx"),
+    (["--backend", "cuda"], "backend 'cuda' captures tensors on cuda, these lie on cpu"),
+    (["--device", "gpu"], "device 'gpu' cannot .* does not know it; give 'cpu', 'cuda', 'cuda:1' or 'npu'$"),
+    (["--device", "vulkan"], "device 'vulkan' cannot be used here: .{1,160}$"),
+    (["--device", "cuda\0"], "cannot be used here: Torch does not know it"),
+    (["--tp", 0], "--tp must be at least 1, found 0"), (["--whole-experts"], "--whole-experts .* give --tp N too"),
+    (["--tp", 2, "--prompt", "-"], "which ranks cannot share"),
+    (["--draft", "none", "--draft-steps", 2], "--draft-steps 2 is of no use without a draft"),
+    (["--draft-steps", 2], "--draft-steps 2 is of no use without a draft"),
+    (["--draft", ""], "the name of a checkpoint is empty"), (["--model", ""], "the name of a checkpoint is empty"),
 ]  # fmt: skip
 
 
@@ -175,7 +190,7 @@ def test_mistakes_are_one_message_and_exit_code_2(
     assert (found.code, found.out) == (2, "")
     assert found.err.startswith("funcmodels generate: ") and re.search(message, found.err)
     assert "Traceback" not in found.err
-    with pytest.raises((ValueError, OSError), match=message):
+    with pytest.raises(commands.ERRORS, match=message):
         cli.main([str(word) for word in ("generate", "--model", directory, "--prompt", "x", *flags, "--traceback")])
 
 
@@ -200,17 +215,45 @@ def test_a_config_without_a_known_architecture(
 ) -> None:
     config = json.loads((directory / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": ["qwen3_5_text"]}))
-    (tmp_path / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
     found = run(*command.format(tmp_path).split())
     assert found.code == 2 and "model_type ['qwen3_5_text'] is not a known architecture" in found.err
 
 
-@pytest.mark.parametrize("argv", ["", "generate --top-k x", "lower", "nonsense", "generate --dtype int8"])
-def test_wrong_arguments_are_exit_code_2(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("", "required: COMMAND"),
+        ("generate --top-k x", "invalid int value: 'x'"),
+        ("lower", "required: --target"),
+        ("nonsense", "invalid choice: 'nonsense'"),
+        ("generate --dtype int8", "invalid choice: 'int8'"),
+        ("generate --logit-bias foo", "expected a token's id and a number, as 7=-1.5, found 'foo'"),
+        ("generate --logit-bias 7=", "found '7='"),
+    ],
+)
+def test_wrong_arguments_are_exit_code_2(argv: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli.main(argv.split())
+    said = capsys.readouterr().err
     assert stopped.value.code == 2
-    assert "usage: funcmodels" in capsys.readouterr().err
+    assert "usage: funcmodels" in said and message in said
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert (stopped.value.code, capsys.readouterr().out) == (0, f"funcmodels {fm.__version__}\n")
+    assert metadata.version("funcmodels") == fm.__version__
+
+
+def test_ctrl_c_while_torch_is_loaded(tmp_path: Path) -> None:
+    """A module in the place of Torch is interrupted as it would be."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    root = str(Path(__file__).parents[1])
+    command = [sys.executable, "-m", "funcmodels", "inspect", "bundled"]
+    path = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), root))}
+    done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
 
 
 def test_help_names_every_target() -> None:
@@ -301,6 +344,9 @@ def test_lower_needs_no_weights(run: Callable[..., Run], directory: Path, tmp_pa
         ("--target ascend95", "did you mean 'ascend950'"),
         ("--target cpu --rows 0", "rows must be at least 1"),
         ("--target cpu --tokens 0", "--tokens must be at least 1"),
+        ("--target cpu --html missing/page.html", "--html missing/page.html: no folder missing"),
+        ("--target cpu --html .", "--html .: . is a folder"),
+        ("--target cpu --quantize W8A8 --quantize W8A8_DYNAMIC", "--quantize names a pattern twice: **, **"),
     ],
 )
 def test_lower_names_mistakes(flags: str, message: str, run: Callable[..., Run], directory: Path) -> None:

@@ -14,7 +14,7 @@ from params.names.block_drafts import NAMES
 
 from ..config import check_layers
 from ..loading import BUNDLED
-from ..model import Model
+from ..model import Model, device_named
 from .block import BlockDraft, block_spec, with_context
 from .block_config import DFLASH, BlockConfig, read_config
 from .dflash import DFlashDraft
@@ -59,9 +59,9 @@ def draft(
     directory = directory_of_draft(kind)
     config = read_config(checkpoints.read_config(directory), _layers(model))
     _check_fit(model, config)
-    tensors = checkpoints.tensor_names(directory)
+    tensors, place = checkpoints.tensor_names(directory), device_named(device)
     check_layers(config, len(tensors))
-    own = checkpoints.load(directory, block_spec(config), NAMES, dtype=dtype, device=device, tensors=tensors)
+    own = checkpoints.load(directory, block_spec(config), NAMES, dtype=dtype, device=place, tensors=tensors)
     return (DFlashDraft if config.architecture in DFLASH else DSparkDraft)(model, config, with_context(own))
 
 
