@@ -48,7 +48,7 @@ def __dir__() -> list[str]:
 _check_found("params", "lowering")
 if "torch" not in sys.modules:
     # Threads of OpenMP, which reads this when Torch is loaded, wait for each other in a loop by default. Beside a busy
-    # process the one that waits then keeps a core from the one that works, and small models take 20 to 80 times as long.
+    # process the one that waits then keeps a core from the one that works: small models take 20 to 80 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if os.environ.get("FUNCMODELS_SHAPE_CHECKS", "0") not in ("", "0"):
     importlib.import_module(".public", __name__).enable_shape_checks()
