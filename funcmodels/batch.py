@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -260,7 +260,15 @@ def check_room(state: State, counts: Sequence[HostInt]) -> None:
 
 
 def _check_ids(row: int, ids: Sequence[int], vocab: int | None) -> None:
+    if not isinstance(ids, Iterable):
+        raise TypeError(f"row {row}: expected a list of token ids, found {ids!r:.100}")
+    most = 2**63 if vocab is None else vocab
     for at, token in enumerate(ids):
-        if token < 0 or (vocab is not None and token >= vocab):
+        try:
+            inside = 0 <= operator.index(token) < most
+        except TypeError:
+            fix = "model.tokenizer.encode(text) makes them of text"
+            raise TypeError(f"row {row}, token {at}: {token!r:.100} is no token id, an integer; {fix}") from None
+        if not inside:
             limit = "" if vocab is None else f"; ids must be in 0..{vocab - 1}"
             raise ValueError(f"row {row}, token {at}: id {token} is out of range{limit}")

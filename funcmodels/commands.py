@@ -155,13 +155,11 @@ def _advice(model: Model, used: Sampling) -> list[str]:
 
 def _idle(used: Sampling) -> list[str]:
     """A note where a greedy run was given what only draws read."""
-    drawing = ("top_k", "top_p", "min_p", "seed")
-    given = [
-        field for field in fields(Sampling) if field.name in drawing and getattr(used, field.name) != field.default
-    ]
+    default, drawing = Sampling(), ("top_k", "top_p", "min_p", "seed")
+    given = {name: getattr(used, name) for name in drawing if getattr(used, name) != getattr(default, name)}
     if used.temperature or not given:
         return []
-    flags = " ".join(f"--{field.name.replace('_', '-')} {getattr(used, field.name):g}" for field in given)
+    flags = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in given.items())
     return [f"note: {flags} had no effect, since temperature 0 takes the largest logit; give --temperature"]
 
 

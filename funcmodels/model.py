@@ -46,6 +46,8 @@ from .pages import PagePool
 from .state import State
 from .text import Tokenizer
 
+MOST_PAGES = 2**24
+"""Of 128 tokens each they hold two thousand million, more than fits anywhere; a list of them still does."""
 S = TypeVar("S", State, None)
 """A forward of a state gives a state, a forward of none gives none."""
 
@@ -66,9 +68,9 @@ class MtpHead:
 class Family:
     """What a model file provides. `names` is the table of its checkpoint names in `params.names`.
 
-    `mtp` is None where the architecture has no multi-token prediction head. `layouts` are those of pages that
-    `init_entries` can be asked for. `heads` are the config's fields that count what ranks share: each computes with its
-    own part of them.
+    `params` is the class of its parameters. `mtp` is None where the architecture has no multi-token prediction head.
+    `layouts` are those of pages that `init_entries` can be asked for. `heads` are the config's fields that count what
+    ranks share: each computes with its own part of them.
     """
 
     read_config: Callable[[Mapping[str, Any]], Any]
@@ -76,6 +78,7 @@ class Family:
     init_entries: Callable[..., tuple[states.Entry, ...]]
     forward: Callable[..., tuple[Output, Any]]
     names: Any
+    params: type
     mtp: MtpHead | None = None
     layouts: tuple[str, ...] = ()
     heads: tuple[str, ...] = ("num_attention_heads", "num_key_value_heads")
@@ -84,30 +87,33 @@ class Family:
 _DELTA_HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
 
 _QWEN3_5 = Family(
-    qwen3_5.read_config, qwen3_5.param_spec, qwen3_5.init_entries, qwen3_5.forward, names.NAMES,
+    qwen3_5.read_config, qwen3_5.param_spec, qwen3_5.init_entries, qwen3_5.forward, names.NAMES, qwen3_5.Qwen35Params,
     mtp=MtpHead(qwen3_5_mtp.mtp_entries, qwen3_5_mtp.mtp_forward, qwen3_5_mtp.mtp_read), heads=_DELTA_HEADS,
 )  # fmt: skip
 
-_GEMMA3 = Family(gemma3.read_config, gemma3.param_spec, gemma3.init_entries, gemma3.forward, gemma3_names.NAMES)
+_GEMMA3 = Family(
+    gemma3.read_config, gemma3.param_spec, gemma3.init_entries, gemma3.forward, gemma3_names.NAMES, gemma3.Gemma3Params
+)
 
 _DEEPSEEK_V2 = Family(
     deepseek_v2.read_config, deepseek_v2.param_spec, deepseek_v2.init_entries, deepseek_v2.forward,
-    deepseek_v2_names.NAMES, layouts=tuple(LAYOUTS), heads=("num_attention_heads",),
+    deepseek_v2_names.NAMES, deepseek_v2.DeepseekV2Params, layouts=tuple(LAYOUTS), heads=("num_attention_heads",),
 )  # fmt: skip
 
 _KIMI_LINEAR = Family(
     kimi_linear.read_config, kimi_linear.param_spec, kimi_linear.init_entries, kimi_linear.forward,
-    kimi_linear_names.NAMES, layouts=tuple(LAYOUTS), heads=("num_attention_heads", "linear_num_heads"),
+    kimi_linear_names.NAMES, kimi_linear.KimiLinearParams, layouts=tuple(LAYOUTS),
+    heads=("num_attention_heads", "linear_num_heads"),
 )  # fmt: skip
 
 _KIMI_K3 = Family(
     kimi_k3.read_config, kimi_k3.param_spec, kimi_k3.init_entries, kimi_k3.forward, kimi_k3_names.NAMES,
-    layouts=tuple(LAYOUTS), heads=("num_attention_heads", "linear_num_heads"),
+    kimi_k3.KimiK3Params, layouts=tuple(LAYOUTS), heads=("num_attention_heads", "linear_num_heads"),
 )  # fmt: skip
 
 _FLASH_NEXT = Family(
     qwen3_8_flash_next.read_config, qwen3_8_flash_next.param_spec, qwen3_8_flash_next.init_entries,
-    qwen3_8_flash_next.forward, flash_next_names.NAMES,
+    qwen3_8_flash_next.forward, flash_next_names.NAMES, qwen3_8_flash_next.FlashNextParams,
     mtp=MtpHead(
         qwen3_8_flash_next_mtp.mtp_entries, qwen3_8_flash_next_mtp.mtp_forward, qwen3_8_flash_next_mtp.mtp_read
     ),
@@ -213,10 +219,13 @@ class Model:
         """
         for name, value in (("rows", rows), ("max_len", max_len), ("page_size", page_size), ("pages", pages)):
             if value is not None or name != "pages":
-                at_least_one(f"init_state: {name}", value)
+                at_least_one(f"init_state: {name}", value, MOST_PAGES if name == "pages" else 2**31 - 1)
         device = device_named(device)
         owned = pages is None
-        pool = PagePool(rows * -(-max_len // page_size) if pages is None else pages, owned)
+        if pages is None:
+            pages = rows * -(-max_len // page_size)
+            at_least_one(f"init_state: pages of {rows} rows of max_len={max_len} tokens", pages, MOST_PAGES)
+        pool = PagePool(pages, owned)
         wide = torch.float64 if self.dtype == torch.float64 else None
         kinds = (dtype or wide or torch.get_default_dtype(), recurrent_dtype or wide or torch.float32)
         for kind in kinds:
@@ -259,24 +268,41 @@ class Model:
         Raises `StateError` for a state that is pending, used up or of other rows, `ValueError` for a row without
         room, `OutOfPages`, and `LoweringError` when the policy leaves an op without a kernel.
         """
+        self._check_params(params)
         check_ids(batch, self.config.vocab_size)
         return self.family.forward(
             self.local, params, state, batch, logits=logits, outputs=outputs, keep_steps=keep_steps
         )
 
+    def _check_params(self, params: Any) -> None:
+        """`TypeError` for parameters of another family, `ValueError` for those of another width."""
+        if not isinstance(params, self.family.params):
+            raise TypeError(
+                f"forward: params are {type(params).__name__}, and a model of type {self.config_json['model_type']!r} "
+                f"takes {self.family.params.__name__}; give what came with the model from load or init_params"
+            )
+        embed, width = params.embed.weight, self.config.hidden_size
+        if isinstance(embed, Tensor) and embed.shape[-1] != width:
+            raise ValueError(
+                f"forward: params embed tokens in {embed.shape[-1]} values, this model's hidden_size is {width}; give "
+                "what came with the model from load or init_params"
+            )
 
-def at_least_one(name: str, value: Any) -> None:
-    """`TypeError` for a `value` that is not an integer, `ValueError` for one below 1."""
+
+def at_least_one(name: str, value: Any, most: int = 2**63 - 1) -> None:
+    """`TypeError` for a `value` that is not an integer, `ValueError` for one below 1 or above `most`."""
     try:
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an integer, found {value!r}") from None
     if number < 1:
         raise ValueError(f"{name} must be at least 1, found {value}")
+    if number > most:
+        raise ValueError(f"{name} must be at most {most}, found {number if number < 2**64 else 'far more'}")
 
 
 def device_named(device: torch.device | str | None) -> torch.device:
-    """The device, the CPU for None. `ValueError` for a name that Torch does not know, `TypeError` for no name at all."""
+    """The device, the CPU for None. `ValueError` for a name that Torch does not know, `TypeError` for no name."""
     try:
         return torch.device("cpu" if device is None else device)
     except TypeError:

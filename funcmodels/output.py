@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -66,9 +67,12 @@ class Taps:
         self._whole = set(offered)
         known = self._whole | {_last(name) for name in offered if not _last(name).isdigit()}
         for name in wanted:
-            if name not in known:
-                near = ", ".join(difflib.get_close_matches(name, sorted(known), n=3)) or "none"
-                raise ValueError(f"outputs={name!r}: this model offers no such value; nearest: {near}")
+            if not isinstance(name, str) or name not in known:
+                near = ", ".join(difflib.get_close_matches(str(name), sorted(known), n=3)) or "none"
+                kinds = ", ".join(sorted({re.sub(r"\d+", "N", shown) for shown in known}))
+                raise ValueError(
+                    f"outputs={name!r}: this model offers no such value; nearest: {near}; it offers {kinds}"
+                )
         self._taken: dict[str, list[Any]] = {name: [] for name in wanted}
 
     def asks(self, name: str) -> bool:

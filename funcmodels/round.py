@@ -24,7 +24,18 @@ from lowering import HostSide, host_side
 from .host_sides import with_room
 from .model import Model
 from .sampling import CoupledNoise, DraftNoise, RowSampling, TokenCounts
-from .speculative import Carry, Draft, Verdict, joined_params, model_params, outputs_for, places_ahead, verify
+from .speculative import (
+    Carry,
+    Draft,
+    Verdict,
+    checked,
+    joined_params,
+    model_params,
+    outputs_for,
+    places_ahead,
+    proposed,
+    verify,
+)
 from .state import Growth, Host, State, claim, commit, committed_host, grown_host, known, new_version
 
 
@@ -97,7 +108,7 @@ class Round:
         """
         given = {"noise": _noise(sampling, requests, drawn), "embedded": embedded}
         options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        proposal, drafted = self.draft.propose(params, drafted, carry, steps, **options)
+        proposal, drafted = proposed(self.draft, params, drafted, carry, steps, **options)
         window = proposal.batch(state)
         outputs = outputs_for(self.draft)
         out, pending = self.model.forward(model_params(params), state, window, outputs=outputs, keep_steps=True)
@@ -109,7 +120,8 @@ class Round:
         places = torch.arange(steps + 1, device=accepted.device)
         verdict = Verdict(torch.where(places < accepted[:, None], tokens, -1), accepted)
         state = commit(pending, accepted)
-        drafted, carry = self.draft.extend(params, drafted, out, window, verdict.tokens, carry)
+        found = self.draft.extend(params, drafted, out, window, verdict.tokens, carry)
+        drafted, carry = checked(self.draft, "extend", found, State, Carry)
         return verdict, state, drafted, carry
 
 

@@ -83,8 +83,7 @@ def fork(state: State, rows: Sequence[int] | None = None) -> State:
     its pages, the copies get a pool of their own. Reads the rows' lengths from the device.
     """
     check_usable(state)
-    rows = list(range(state.rows) if rows is None else rows)
-    check_rows("fork", state, rows)
+    rows = check_rows("fork", state, range(state.rows) if rows is None else rows)
     check_fresh(state, rows)
     held = state.lengths.tolist()
     lengths = [held[row] for row in rows]
@@ -104,8 +103,8 @@ def fork_into(state: State, rows: Sequence[int], source: State, row: int) -> Sta
     """
     check_usable(state)
     check_usable(source)
-    check_rows("fork_into", state, rows)
-    check_rows("fork_into", source, [row])
+    rows = check_rows("fork_into", state, rows)
+    [row] = check_rows("fork_into", source, [row])
     check_fresh(state, [kept for kept in range(state.rows) if kept not in rows])
     check_fresh(source, [row])
     if len(set(rows)) < len(rows):
@@ -200,8 +199,7 @@ def select(state: State, rows: Sequence[int]) -> State:
     Where every row owns its pages and too few are free for the empty rows, all rows are copied to a larger pool.
     """
     check_usable(state)
-    rows = list(rows)
-    check_rows("select", state, rows, least=-1)
+    rows = check_rows("select", state, rows, least=-1)
     check_fresh(state, rows)
     live = [row for row in rows if row >= 0]
     if len(set(live)) < len(live):
@@ -229,8 +227,7 @@ def release(state: State, rows: Sequence[int] | None = None) -> State:
             lease.end()
         host.used = "released"
         return state
-    check_rows("release", state, rows)
-    gone = set(rows)
+    gone = set(check_rows("release", state, rows))
     kept = [row if row not in gone else -1 for row in range(state.rows)]
     leases = tuple(_released(lease) if row in gone else lease for row, lease in enumerate(host.leases))
     lengths, least = (

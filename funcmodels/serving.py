@@ -25,7 +25,7 @@ from .prefixes import pages_held, plan
 from .programs import Keys, Programs, in_place, power_of_two, settled
 from .requests import Event, Request, Row
 from .rows import fork, fork_into, release, select
-from .speculative import Carry, Draft, joined_params
+from .speculative import Carry, Draft, checked, joined_params
 from .state import State
 
 NOBODY = Row(0, Request((0,), 1), fed=1, reason="length")
@@ -80,7 +80,11 @@ def _begun(model: Model, params: Any, requests: Sequence[Row], setup: Setup) -> 
     )  # fmt: skip
     if setup.draft is None:
         return Plain(params, requests, setup, [state])
-    return Drafted(params, requests, setup, [state, setup.draft.init_state(state)])
+    drafted = setup.draft.init_state(state)
+    if not isinstance(drafted, State) or drafted.rows != rows:
+        found = f"a state of {drafted.rows} rows" if isinstance(drafted, State) else type(drafted).__name__
+        raise TypeError(f"draft: {type(setup.draft).__name__}.init_state gave {found}, expected a State of {rows} rows")
+    return Drafted(params, requests, setup, [state, drafted])
 
 
 def _share(requests: Sequence[Row], page_size: int) -> int:
@@ -275,8 +279,9 @@ class Drafted(Plain):
             rows = batch.rows
             self.carry = Carry(batch.tokens.new_zeros(rows), out.hidden.new_zeros(rows, out.hidden.shape[1]))
         tokens = torch.tensor(following, dtype=torch.int64, device="cpu").to(batch.tokens.device)
-        assert self.programs.extend is not None
-        drafted, self.carry = self.programs.extend(self.both, self.states[1], out, batch, tokens, self.carry)
+        assert self.programs.extend is not None and self.setup.draft is not None
+        found = self.programs.extend(self.both, self.states[1], out, batch, tokens, self.carry)
+        drafted, self.carry = checked(self.setup.draft, "extend", found, State, Carry)
         self.states[1] = settled(drafted, self.states[0].host.lengths)
         return offers
 

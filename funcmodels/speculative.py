@@ -254,6 +254,27 @@ class Draft(Protocol):
         ...
 
 
+def checked(draft: Draft, call: str, found: Any, first: type, second: type) -> Any:
+    """`found`, which a function of a draft gave. `TypeError` where it is not the pair that `Draft` asks for."""
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], first) and isinstance(found[1], second):
+        return found
+    given = f"({', '.join(type(x).__name__ for x in found)})" if isinstance(found, tuple) else type(found).__name__
+    wanted = f"({first.__name__}, {second.__name__})"
+    raise TypeError(f"draft: {type(draft).__name__}.{call} gave {given}, expected {wanted}; fm.Draft says of what")
+
+
+def proposed(draft: Draft, params: Any, state: State, carry: Carry, steps: int, **options: Any) -> Any:
+    """What `draft.propose` gives. `TypeError` or `ValueError` for what is no proposal of `steps` tokens in each row."""
+    found = checked(draft, "propose", draft.propose(params, state, carry, steps, **options), Proposal, State)
+    root, tokens = found[0].root.shape, found[0].tokens.shape
+    if tokens != (state.rows, steps) or root != (state.rows,):
+        raise ValueError(
+            f"draft: {type(draft).__name__}.propose gave root {list(root)} and tokens {list(tokens)}, expected "
+            f"[{state.rows}] and [{state.rows}, {steps}]: {steps} tokens in each of {state.rows} rows"
+        )
+    return found
+
+
 def outputs_for(draft: Draft) -> tuple[str, ...]:
     """The values of the model's forward that `draft.extend` needs."""
     return getattr(draft, "outputs", ())

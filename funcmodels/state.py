@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -285,13 +285,21 @@ def claim(host: Host, most: Sequence[HostInt], new: Version) -> None:
     )
 
 
-def check_rows(call: str, state: State, rows: Sequence[int], least: int = 0) -> None:
-    """`ValueError` naming `call` when no rows are given, or one that the state does not have."""
-    if not rows:
+def check_rows(call: str, state: State, rows: Iterable[int], least: int = 0) -> list[int]:
+    """The rows as integers. `TypeError` naming `call` for others, `ValueError` for none, or one that is not there."""
+    try:
+        rows = list(rows)
+        if any(isinstance(row, bool) or getattr(row, "dtype", None) == torch.bool for row in rows):
+            raise TypeError
+        found = [operator.index(row) for row in rows]
+    except TypeError:
+        raise TypeError(f"{call}: rows must be a list of integers, found {rows!r:.100}") from None
+    if not found:
         raise ValueError(f"{call}: no rows are given; name at least one of 0..{state.rows - 1}")
-    for row in rows:
+    for row in found:
         if not least <= row < state.rows:
             raise ValueError(f"{call}: row {row} is not in {least}..{state.rows - 1}")
+    return found
 
 
 def host_lengths(state: State, counts: Sequence[HostInt]) -> HostLengths:
@@ -434,7 +442,7 @@ def logical(state: State, row: int) -> dict[str, Tensor]:
     pending or can no longer be used, `StaleStateError` for a row that is stale.
     """
     check_usable(state)
-    check_rows("logical", state, [row])
+    [row] = check_rows("logical", state, [row])
     check_fresh(state, [row])
     length = int(state.lengths[row])
     found: dict[str, Tensor] = {}

@@ -211,20 +211,49 @@ def at(value: Any, path: str) -> Any:
             else:
                 node = node[word] if isinstance(node, dict) else getattr(node, word)
         except (AttributeError, IndexError, KeyError, ValueError):
-            raise KeyError(f"no {word!r} in {path!r}; {type(node).__name__} does not have it") from None
+            raise KeyError(_absent(node, word, path)) from None
     return node
 
 
+def _absent(node: Any, word: str, path: str) -> str:
+    """What to say of a word of a path that names no part of `node`."""
+    if isinstance(node, (tuple, list)):
+        has = f"has {len(node)} items" + (f", 0..{len(node) - 1}" if node else "")
+    else:
+        names = list(node) if isinstance(node, dict) else _fields(node)
+        has = (
+            f"has {', '.join(str(name) for name in names[:12])}{', ...' if len(names) > 12 else ''}"
+            if names
+            else "has no parts"
+        )
+    return f"no {word!r} in {path!r}: {type(node).__name__} {has}"
+
+
+def _fields(node: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else []
+
+
 def put(value: T, path: str, new: Any) -> T:
-    """The tree with the node or leaf at `path` replaced; everything else is shared with the old tree."""
-    word, _, rest = path.partition(".")
-    old = at(value, word)
-    inner = put(old, rest, new) if rest else new
-    if isinstance(value, tuple):
-        return tuple(inner if str(index) == word else item for index, item in enumerate(value))  # type: ignore[return-value]
+    """The tree with the node or leaf at `path` replaced; everything else is shared with the old tree.
+
+    `KeyError` names the first word that does not fit.
+    """
+    at(value, path)
+    return _put(value, path.split("."), new, path)
+
+
+def _put(value: Any, words: list[str], new: Any, path: str) -> Any:
+    word, *rest = words
+    inner = _put(at(value, word), rest, new, path) if rest else new
+    if isinstance(value, (tuple, list)):
+        items = list(value)
+        items[int(word)] = inner
+        return type(value)(items)
     if isinstance(value, dict):
-        return {**value, word: inner}  # type: ignore[return-value]
-    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}  # type: ignore[arg-type]
+        return {**value, word: inner}
+    fields = {name: getattr(value, name) for name in _fields(value)}
+    if word not in fields:
+        raise KeyError(_absent(value, word, path))
     return unchecked(type(value), **(fields | {word: inner}))
 
 

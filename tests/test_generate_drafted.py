@@ -234,6 +234,29 @@ def test_what_is_no_draft_is_refused(draft: Any, loaded: Loaded) -> None:
         fm.generate(*loaded, [[1]], draft=draft)
 
 
+def half(draft: Scripted, *args: Any) -> Any:
+    proposal, state = Scripted.propose(draft, *args)
+    return replace(proposal, tokens=proposal.tokens[:, :1]), state
+
+
+UNFIT = [
+    ("init_state", lambda draft, state: {}, "init_state gave dict, expected a State of 1 rows"),
+    ("init_state", lambda draft, state: fm.fork(state, [0, 0]), "init_state gave a state of 2 rows"),
+    ("extend", lambda *args: args[2], r"extend gave State, expected \(State, Carry\)"),
+    ("extend", lambda *args: (args[2], None), r"extend gave \(State, NoneType\), expected \(State, Carry\)"),
+    ("propose", lambda *args: (torch.zeros(1, 3), args[2]), r"propose gave \(Tensor, State\), expected \(Proposal, State\)"),
+    ("propose", half, r"propose gave root \[1\] and tokens \[1, 1\], expected \[1\] and \[1, 3\]"),
+]  # fmt: skip
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize(("name", "wrong", "message"), UNFIT)
+def test_what_a_draft_gives_is_checked(name: str, wrong: Any, message: str, loaded: Loaded) -> None:
+    draft = type("Unfit", (Scripted,), {name: wrong})({}, lambda place: 0)
+    with pytest.raises((TypeError, ValueError), match=f"draft: Unfit.{message}"):
+        fm.generate(*loaded, [[1, 2]], 8, eos=(), draft=draft)
+
+
 REFUSED = [
     ({"draft": "dflash"}, "'dflash' is not a known draft"),
     ({"draft": "mtp", "draft_steps": 16}, "draft_steps must be at most 15, found 16"),

@@ -35,13 +35,22 @@ class Inductor(Fx):
     """The operators fused and compiled: rounds otherwise than `Fx`, within `lowering.tolerances`."""
 
     def capture(self, program: Program, inputs: Sequence[Tensor], rehearsal: Rehearsal) -> Run:
-        """See `Backend`. `CaptureError` for a program that computes with row lengths of the host."""
+        """See `Backend`. `CaptureError` for a program that computes with row lengths of the host, or no compiler."""
         from torch._inductor import compile
+        from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
         if program.host:
             raise CaptureError(
                 "jit: the kernels chosen take row lengths from the host, which compiled code would freeze; name "
                 'backend="fx", or ask for other kernels'
             )
-        run: Any = compile(program.graph, list(inputs))
+        try:
+            run: Any = compile(program.graph, list(inputs))
+        except InductorError as error:
+            if not isinstance(error.inner_exception, InvalidCxxCompiler):
+                raise
+            raise CaptureError(
+                f"jit: Inductor needs a C++ compiler, and there is none: {error.inner_exception}; install g++, name "
+                'one in the environment variable CXX, or take backend="fx", which needs none'
+            ) from error
         return lambda inputs, host: run(*inputs)

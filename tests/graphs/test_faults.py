@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
 import funcmodels as fm
 import lowering
@@ -117,6 +118,16 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, error: type[Base
     right, after = plainly(step, one, state, batch)
     out, state = step(one.params, state, batch)
     assert torch.equal(out.logits, right.logits) and same(held(state), held(after)) and step.captures == 1
+
+
+@torch.no_grad()
+def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        raise InductorError(InvalidCxxCompiler(), None)
+
+    monkeypatch.setattr("torch._inductor.compile", compiled)
+    with pytest.raises(lowering.CaptureError, match=r'No working C\+\+ compiler found .* or take backend="fx"'):
+        lowering.jit(torch.sin, backend="inductor")(torch.zeros(1))
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import funcmodels as fm
 import params
+from funcmodels.model import FAMILIES
 from tests.oracle.qwen3_5 import Pair, pair, tokens
 from tests.oracle.states import advance, assert_rows_close, per_row, refuses
 from tests.tolerances import assert_close
@@ -378,6 +379,75 @@ def test_rows_that_do_not_exist(state: fm.State) -> None:
             call(state, [])
     with pytest.raises(ValueError, match=r"logical: row 2 is not in 0\.\.1"):
         fm.logical(state, 2)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize(
+    "rows", ["a", [1.0], [True, False], torch.tensor([True, True]), torch.tensor([1.0]), 1, [None]]
+)
+def test_rows_that_are_no_integers(rows: Any, state: fm.State) -> None:
+    for call in fm.fork, fm.select, fm.release:
+        with pytest.raises(TypeError, match=f"{call.__name__}: rows must be a list of integers"):
+            call(state, rows)
+    with pytest.raises(TypeError, match="fork_into: rows must be a list of integers"):
+        fm.fork_into(state, rows, state, 0)
+
+
+@pytest.mark.plain
+def test_rows_as_a_tensor_are_the_same_rows(one: Pair) -> None:
+    _, state = advance(one, one.model.init_state(2, 12, page_size=4, pages=12), [[1, 2], [3]])
+    fork: Any = fm.fork(state, torch.tensor([1, 1]))
+    assert fork.lengths.tolist() == [1, 1]
+    assert fm.release(fork, torch.tensor([1])).host.lengths == (1, 0)
+    with pytest.raises(ValueError, match="name a row twice"):
+        fm.select(state, torch.tensor([0, 0]))
+
+
+HUGE = [
+    ({"max_len": 10**30}, "max_len must be at most 2147483647, found far more"),
+    ({"max_len": 2**31 - 1, "page_size": 1}, "pages of 2 rows of max_len=2147483647 tokens must be at most 16777216"),
+    ({"rows": 10**400}, "rows must be at most 2147483647, found far more"), ({"pages": 2**31}, "pages must be at most"),
+    ({"device": "gpu"}, "device 'gpu' cannot be used here: Torch does not know it"), ({"device": "cuda:-1"}, "'cuda:-1'"),
+]  # fmt: skip
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize(("given", "message"), HUGE)
+def test_states_that_fit_nowhere(given: dict[str, Any], message: str, one: Pair) -> None:
+    with pytest.raises(ValueError, match=f"init_state: {message}|{message}"):
+        one.model.init_state(**{"rows": 2, "max_len": 12} | given)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        (["abc"], "row 0, token 0: 'a' is no token id"),
+        ([[1], [2.0]], "row 1, token 0: 2.0 is no token id"),
+        ([[None]], "row 0, token 0: None is no token id"),
+        ([5], "row 0: expected a list of token ids, found 5"),
+    ],
+)
+def test_lists_of_what_are_no_tokens(lists: Any, message: str, state: fm.State) -> None:
+    for given in (None, state):
+        with pytest.raises(TypeError, match=message):
+            fm.Batch.from_lists(lists, given)
+    with pytest.raises(ValueError, match="out of range"):
+        fm.Batch.from_lists([[2**63]])
+
+
+@pytest.mark.plain
+def test_parameters_of_another_model(one: Pair) -> None:
+    batch = fm.Batch.from_lists([[1, 2]])
+    gemma = replace(one.model, family=FAMILIES["gemma3_text"])
+    with pytest.raises(TypeError, match="params are Qwen35Params, and .* takes Gemma3Params"):
+        gemma.forward(one.params, None, batch)
+    for other in (None, {}, one.params.layers):
+        with pytest.raises(TypeError, match=f"params are {type(other).__name__}, and a model of type 'qwen3_5"):
+            one.model.forward(other, None, batch)
+    narrow = params.put(one.params, "embed.weight", one.params.embed.weight[:, 1:])
+    with pytest.raises(ValueError, match="this model's hidden_size is"):
+        one.model.forward(narrow, None, batch)
 
 
 def test_a_row_selected_twice_names_fork(state: fm.State) -> None:
