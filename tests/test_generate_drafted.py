@@ -244,7 +244,7 @@ UNFIT = [
     ("init_state", lambda draft, state: fm.fork(state, [0, 0]), "init_state gave a state of 2 rows"),
     ("extend", lambda *args: args[2], r"extend gave State, expected \(State, Carry\)"),
     ("extend", lambda *args: (args[2], None), r"extend gave \(State, NoneType\), expected \(State, Carry\)"),
-    ("propose", lambda *args: (torch.zeros(1, 3), args[2]), r"propose gave \(Tensor, State\), expected \(Proposal, State\)"),
+    ("propose", lambda *args: (torch.zeros(1, 3), args[2]), r"propose gave \(Tensor, State\), expected \(Proposal, St"),
     ("propose", half, r"propose gave root \[1\] and tokens \[1, 1\], expected \[1\] and \[1, 3\]"),
 ]  # fmt: skip
 

@@ -53,11 +53,6 @@ def test_batches_that_do_not_fit(one: Pair, state: fm.State, lists: Any, error: 
         fm.Batch.from_lists(lists, state)
 
 
-def test_ids_are_integers() -> None:
-    with refuses(TypeError, "'float' object cannot be interpreted as an integer"):
-        fm.Batch.from_lists([[1.5]])  # type: ignore[list-item]
-
-
 def test_batches_from_tensors(one: Pair, state: fm.State) -> None:
     with pytest.raises(ValueError, match=re.escape("counts [1, 1] add up to 2, there are 3 tokens")):
         fm.Batch.from_tokens(torch.tensor([1, 2, 3]), [1, 1])
@@ -407,7 +402,7 @@ HUGE = [
     ({"max_len": 10**30}, "max_len must be at most 2147483647, found far more"),
     ({"max_len": 2**31 - 1, "page_size": 1}, "pages of 2 rows of max_len=2147483647 tokens must be at most 16777216"),
     ({"rows": 10**400}, "rows must be at most 2147483647, found far more"), ({"pages": 2**31}, "pages must be at most"),
-    ({"device": "gpu"}, "device 'gpu' cannot be used here: Torch does not know it"), ({"device": "cuda:-1"}, "'cuda:-1'"),
+    ({"device": "gpu"}, "device 'gpu' cannot be used here: Torch does not"), ({"device": "cuda:-1"}, "'cuda:-1'"),
 ]  # fmt: skip
 
 
@@ -440,7 +435,7 @@ def test_lists_of_what_are_no_tokens(lists: Any, message: str, state: fm.State) 
 def test_parameters_of_another_model(one: Pair) -> None:
     batch = fm.Batch.from_lists([[1, 2]])
     gemma = replace(one.model, family=FAMILIES["gemma3_text"])
-    with pytest.raises(TypeError, match="params are Qwen35Params, and .* takes Gemma3Params"):
+    with pytest.raises(TypeError, match=r"params are Qwen35Params, and .* takes Gemma3Params"):
         gemma.forward(one.params, None, batch)
     for other in (None, {}, one.params.layers):
         with pytest.raises(TypeError, match=f"params are {type(other).__name__}, and a model of type 'qwen3_5"):

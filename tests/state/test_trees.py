@@ -35,7 +35,6 @@ def trees(one: Pair) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@kinds
 PATHS = [
     ("layers.99.mlp", r"no '99' in 'layers.99.mlp': tuple has \d+ items, 0\.\.\d"),
     ("layers.0.nope", "no 'nope' in 'layers.0.nope': Layer has "), ("layers.x", "no 'x'"),
@@ -45,17 +44,20 @@ PATHS = [
 
 
 @pytest.mark.parametrize(("path", "message"), PATHS)
-def test_paths_that_lead_nowhere_are_named_whole(path: str, message: str, one: Pair) -> None:
+def test_paths_that_lead_nowhere_are_named_whole(path: str, message: str) -> None:
+    one = pair("dense", 0)
     with pytest.raises(KeyError, match=message):
         params.put(one.params, path, torch.zeros(1))
 
 
-def test_paths_count_from_the_end_too(one: Pair) -> None:
+def test_paths_count_from_the_end_too() -> None:
+    one = pair("dense", 0)
     changed = params.put(one.params, "layers.-1.input_norm.weight", torch.zeros(1))
     assert params.at(changed, "layers.-1.input_norm.weight").shape == (1,)
     assert all(old is new for old, new in zip(one.params.layers[:-1], changed.layers[:-1], strict=True))
 
 
+@kinds
 @pytest.mark.parametrize("name", ["params", "spec", "state", "pending", "batch", "output", "no logits"])
 def test_a_tree_survives_flattening_copying_and_pickling(kind: str, name: str) -> None:
     value = trees(pair(kind, 0))[name]
