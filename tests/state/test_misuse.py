@@ -391,11 +391,12 @@ def test_rows_that_are_no_integers(rows: Any, state: fm.State) -> None:
 @pytest.mark.plain
 def test_rows_as_a_tensor_are_the_same_rows(one: Pair) -> None:
     _, state = advance(one, one.model.init_state(2, 12, page_size=4, pages=12), [[1, 2], [3]])
-    fork: Any = fm.fork(state, torch.tensor([1, 1]))
+    twice: Any = torch.tensor([1, 1])
+    fork = fm.fork(state, twice)
     assert fork.lengths.tolist() == [1, 1]
-    assert fm.release(fork, torch.tensor([1])).host.lengths == (1, 0)
+    assert fm.release(fork, twice[:1]).host.lengths == (1, 0)
     with pytest.raises(ValueError, match="name a row twice"):
-        fm.select(state, torch.tensor([0, 0]))
+        fm.select(state, twice)
 
 
 HUGE = [
