@@ -36,4 +36,7 @@ def _checked_as(annotated: Callable[..., Any], run: Callable[..., Any]) -> Calla
 
     functools.update_wrapper(checked, annotated)
     vars(checked)["__signature__"] = inspect.signature(annotated, eval_str=True)
-    return jaxtyped(checked, typechecker=check)
+    made = jaxtyped(checked, typechecker=check)
+    # It comes from where the kernel does: that is what a dry run's process is asked for.
+    made.__module__, made.__qualname__ = run.__module__, getattr(run, "__qualname__", type(run).__name__)
+    return made
