@@ -198,7 +198,21 @@ def _resolved(annotation: Any, function: Callable[..., Any]) -> Any:
         return eval(annotation, names)
     except NameError:  # a class that the module imports for type checkers only: one of ours, or no array
         classes = {cls.__name__: cls for cls in _classes()}
-        return eval(annotation, {}, defaultdict(lambda: Any, {**vars(builtins), **classes, **names}))
+        return eval(annotation, {}, defaultdict(lambda: _Elsewhere, {**vars(builtins), **classes, **names}))
+
+
+class _NotImported(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+
+    def __getitem__(cls, item: Any) -> Any:
+        return cls
+
+
+class _Elsewhere(metaclass=_NotImported):
+    """Stands in annotations for a class that was not imported, which is no array; or for a module of such classes."""
 
 
 # Saying what is wrong.
