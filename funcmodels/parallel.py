@@ -89,13 +89,14 @@ def check_same(ranks: Ranks | None, facts: Mapping[str, Any], params: Any) -> No
 @contextmanager
 def refusals_told(ranks: Ranks | None, params: Any) -> Iterator[None]:
     """What is raised inside is told the other ranks, which wait in `check_same`."""
+    refused = True
     try:
         yield
-    except Exception:
-        if ranks is not None and ranks.size > 1:
+        refused = False
+    finally:
+        if refused and ranks is not None and ranks.size > 1:
             with suppress(CollectiveError):
                 _heard(ranks, [1], params)
-        raise
 
 
 def _heard(ranks: Ranks, mine: list[int], params: Any) -> list[list[int]]:

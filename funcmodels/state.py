@@ -72,6 +72,11 @@ class Growth(NamedTuple):
     most: tuple[HostInt, ...]
     least: tuple[HostInt, ...]
 
+    @property
+    def known(self) -> bool:
+        """Whether these are counts, and not mere bounds."""
+        return self.least is self.most  # not compared: they may be symbols
+
     @classmethod
     def of(cls, batch: Batch) -> Growth:
         """That by a batch, whose rows may get fewer than `max_query` tokens, down to none, where it does not say."""
@@ -269,7 +274,7 @@ def _changed_rows(state: State) -> list[int]:
 
 def new_version(host: Host, growth: Growth) -> Version:
     """That of a state grown from the one with this host; `claim` says when it is written."""
-    return Version(host.version.epochs, Extent(host.exact and growth.least is growth.most))
+    return Version(host.version.epochs, Extent(host.exact and growth.known))
 
 
 def claim(host: Host, most: Sequence[HostInt], new: Version) -> None:
@@ -302,12 +307,12 @@ def check_rows(call: str, state: State, rows: Iterable[int], least: int = 0) -> 
     return found
 
 
-def host_lengths(state: State, counts: Sequence[HostInt]) -> HostLengths:
+def host_lengths(state: State, growth: Growth) -> HostLengths:
     """What kernels may know on the host: each row's length with its new tokens, and its pages."""
     host = state.host
     # A trace outlives the pages that rows hold now.
     pages = () if symbolic(host.lengths) else tuple(lease.pages for lease in host.leases)
-    return HostLengths(tuple(counts), _sum(host.lengths, counts), pages, host.exact, host.fits)
+    return HostLengths(growth.most, _sum(host.lengths, growth.most), pages, host.exact and growth.known, host.fits)
 
 
 def grown(

@@ -108,7 +108,7 @@ def begin(state: State | None, batch: Batch, keep_steps: bool = False) -> Step:
         log = written(log, _hashes(batch, positions), slots, row, start, batch.max_query if keep_steps else None)
     return Step(
         start, positions, row, batch.max_query, batch.uniform, keep_steps, state.lengths + new, state.page_table,
-        slots, host_lengths(state, growth.most), log, state, growth, version,
+        slots, host_lengths(state, growth), log, state, growth, version,
     )  # fmt: skip
 
 

@@ -20,7 +20,8 @@ def lasting(function: F) -> F:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
+        # Dynamo cannot ask for the mode; what it compiles is told apart by it.
+        if torch.compiler.is_dynamo_compiling() or not torch.is_inference_mode_enabled():
             return function(*args, **kwargs)
         # Leaving the mode turns gradients on.
         with torch.inference_mode(False), torch.no_grad():

@@ -281,7 +281,7 @@ def test_a_replay_reads_every_input_anew(kind: str) -> None:
     state = prompted(one, 6, 9)
     batch = tokens(state, 3, 1, first=4)
     given: dict[str, Any] = {"params": one.params, "state": state, "batch": batch.pad(4, 4)}
-    first = step(**given)
+    first = taken(step(**given))
     (capture,) = step._graphs.values()
     inputs = [node for node in capture.program.graph.graph.nodes if node.op == "placeholder"]
     paths = [(name, path) for name, value in given.items() for path, _ in tree.items(value)]
@@ -289,8 +289,8 @@ def test_a_replay_reads_every_input_anew(kind: str) -> None:
     for name, path in paths:
         changed = given | {name: tree.put(given[name], path, other(path, tree.at(given[name], path)))}
         poisoned(capture)
-        found = step(**changed)
-        right = plainly(step, one, changed["state"], changed["batch"], changed["params"])
+        found = taken(step(**changed))
+        right = taken(plainly(step, one, changed["state"], changed["batch"], changed["params"]))
         assert equal(found, right), f"{name}.{path}"
         assert equal(found, first) == ((name, path) in unused), f"{name}.{path}"
     assert {path.split(".")[0] for name, path in unused if name == "params"} == {"mtp"}
@@ -305,10 +305,17 @@ def poisoned(capture: Any) -> None:
             buffer.fill_(-(2**30))
 
 
-def equal(one: tuple[fm.Output, fm.State], two: tuple[fm.Output, fm.State]) -> bool:
-    """Outputs and recurrent entries; and all that rows hold, as the lengths in each say."""
-    outputs = all(torch.equal(x, y) for x, y in zip(*map(tree.leaves, (one[0], two[0])), strict=True))
-    return outputs and torch.equal(one[1].lengths, two[1].lengths) and same(held(one[1]), held(two[1]))
+Taken = tuple[list[torch.Tensor], Logical]
+
+
+def taken(result: tuple[fm.Output, fm.State]) -> Taken:
+    """Outputs and lengths, and all that rows hold as these say, before the same state is continued in another way."""
+    out, state = result
+    return [*tree.leaves(out), state.lengths], held(state)
+
+
+def equal(one: Taken, two: Taken) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(one[0], two[0], strict=True)) and same(one[1], two[1])
 
 
 @torch.no_grad()

@@ -142,8 +142,8 @@ def test_a_state_that_is_not_donated_stays() -> None:
     _, state = advance(one, state, [[1, 2, 3], [4]])
     held = [fm.logical(state, row) for row in range(2)]
     batch = fm.Batch.from_lists([[5], [6]], state)
-    out, after = step(one.params, state, batch)
-    again, _ = step(one.params, state, batch)
+    out, _ = step(one.params, state, batch)
+    again, after = step(one.params, state, batch)
     with plain_kernels(batch):
         right, expected = one.model.forward(one.params, copy.deepcopy(state), batch)
     assert torch.equal(out.logits, right.logits) and torch.equal(again.logits, right.logits)

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -49,7 +50,7 @@ def at_once(work: Callable[[int], T], each_line: bool = False, count: int = THRE
 
     With `each_line` they take turns at every line of our Python.
     """
-    ready, found, errors = threading.Barrier(count), dict[int, T](), list[BaseException]()
+    ready = threading.Barrier(count)
 
     def turn(frame: FrameType, event: str, argument: Any) -> Any:
         if not frame.f_code.co_filename.startswith(OURS):
@@ -57,24 +58,17 @@ def at_once(work: Callable[[int], T], each_line: bool = False, count: int = THRE
         time.sleep(0)
         return turn
 
-    def run(number: int) -> None:
+    def run(number: int) -> T:
         ready.wait()
         try:
             sys.settrace(turn if each_line else None)
-            found[number] = work(number)
-        except BaseException as error:  # to be raised where a test sees it
-            errors.append(error)
+            return work(number)
         finally:
             sys.settrace(None)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [found[number] for number in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        running = [pool.submit(run, number) for number in range(count)]
+        return [one.result() for one in running]
 
 
 def test_threads_that_generate_with_one_model_capture_and_replay_what_one_does() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -213,7 +213,7 @@ def test_a_block_embedded_outside_is_an_input(backend: str) -> None:
         assert all(torch.equal(laws[0], laws[at]) for at in (2, 4, 5))
         assert not torch.equal(laws[0], laws[1]) and not torch.equal(laws[0], laws[3])
         keys = keys_of([GREEDY, WARM, HOT], random.Random(2))
-        inside, outside = copy(run), copy(run)
+        inside, outside = deepcopy(run), deepcopy(run)
         found = outside.round(plainly("dspark"), keys, [3] * 3, embedded=own)
         assert same(found, inside.round(plainly("dspark"), keys, [3] * 3))
         outside.check(inside)

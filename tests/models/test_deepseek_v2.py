@@ -273,8 +273,7 @@ def test_a_state_moved_to_the_host_and_back_continues_exactly(layout: str, how: 
         "pickled": lambda value: pickle.loads(pickle.dumps(value)),
         "deepcopied": copy.deepcopy,
     }
-    other = params.map(torch.clone, state) if how == "moved" else state
-    other = ways[how](other)
+    other = ways[how](fm.fork(state) if how == "moved" else state)
     assert all(type(x.latent) is type(y.latent) for x, y in zip(pages(other), pages(state), strict=True))
     new = tokens(one, 2, 17, seed=3)
     (out, after), (expected, right) = advance(one, other, new), advance(one, state, new)

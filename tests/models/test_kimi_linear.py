@@ -317,7 +317,7 @@ def test_padding_leaves_kept_steps_alone() -> None:
     one = pair("published", 0)
     _, state = advance(one, one.model.init_state(3, 24, page_size=4), tokens(one, 6, 4, 5))
     batch = fm.Batch.from_lists([[1, 2, 3], [], [4]], state)
-    _, pending = one.model.forward(one.params, poison(state), batch.pad(9), keep_steps=True)
+    _, pending = one.model.forward(one.params, poison(fm.fork(state)), batch.pad(9), keep_steps=True)
     _, expected = advance(one, state, [[1, 2], [], [4]])
     assert_rows_close(fm.commit(pending, [2, 0, 1]), expected)
 

@@ -252,7 +252,7 @@ def test_padding_leaves_kept_steps_alone() -> None:
     ids = tokens(one, 16, 4, 5)
     _, state = advance(one, one.model.init_state(3, 24, page_size=ratio(one)), ids)
     batch = fm.Batch.from_lists([[1, 2, 3], [], [4]], state)
-    _, pending = one.model.forward(one.params, poison(state), batch.pad(9), keep_steps=True)
+    _, pending = one.model.forward(one.params, poison(fm.fork(state)), batch.pad(9), keep_steps=True)
     _, expected = advance(one, state, [[1, 2], [], [4]])
     assert_rows_close(fm.commit(pending, [2, 0, 1]), expected)
 

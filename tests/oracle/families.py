@@ -215,7 +215,7 @@ def check_unread_places(one: Any, empty: fm.State, counts: Sequence[int], **kern
     spoiled = params.put(one.params, "embed.weight", broken)
     fed = [row[past:] for row, past in zip(ids, pasts, strict=True)]
     _, state = advance(one, empty, [row[:past] for row, past in zip(ids, pasts, strict=True)])
-    clean, expected = advance(one, params.map(torch.clone, state), fed)
+    clean, expected = advance(one, fm.fork(state), fed)
     dirty, count = poison(state), sum(counts)
     batch = fm.Batch.from_lists(fed, dirty).pad(count + 5)
     batch = replace(batch, tokens=batch.tokens.index_fill(0, torch.arange(count, count + 5), bad))
