@@ -44,6 +44,13 @@ class HostLengths:
         return self.exact, self.fits, bool(self.length) and isinstance(self.length[0], torch.SymInt)
 
 
+_Modes = torch._C._TorchDispatchModeKey
+
+
+def _in_force(mode: torch._C._TorchDispatchModeKey) -> bool:
+    return torch._C._get_dispatch_mode(mode) is not None
+
+
 def tracing() -> bool:
     """Whether operators are being recorded instead of run, so that values cannot be read and nothing may be kept."""
     # Not `is_compiling`: that is true in every thread while one of them compiles. And first: Dynamo stops at the other.
@@ -55,7 +62,7 @@ def valueless(x: Tensor) -> bool:
 
     Not asked of the mode in force: operators can be watched (their FLOPs counted, say) and run all the same.
     """
-    return torch.compiler.is_dynamo_compiling() or isinstance(x, FakeTensor)
+    return torch.compiler.is_dynamo_compiling() or isinstance(x, FakeTensor) or _in_force(_Modes.FAKE)
 
 
 def readable(x: Tensor) -> bool:
@@ -63,7 +70,7 @@ def readable(x: Tensor) -> bool:
     if x.device.type != "cpu" or valueless(x) or is_functorch_wrapped_tensor(x):
         return False
     # What is computed from a tensor while operators are traced belongs to the trace, though the tensor is a real one.
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
+    return not _in_force(_Modes.PROXY)
 
 
 def symbolic(values: Iterable[HostInt]) -> bool:

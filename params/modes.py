@@ -11,6 +11,11 @@ import torch
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def _without_values() -> bool:
+    """Whether fake tensors are traced, which outlive nothing: a dry run's mode is that of its program."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def lasting(function: F) -> F:
     """`function`, whose tensors are good everywhere: inside `torch.inference_mode()` it runs under `no_grad` instead.
 
@@ -21,7 +26,7 @@ def lasting(function: F) -> F:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         # Dynamo cannot ask for the mode; what it compiles is told apart by it.
-        if torch.compiler.is_dynamo_compiling() or not torch.is_inference_mode_enabled():
+        if torch.compiler.is_dynamo_compiling() or not torch.is_inference_mode_enabled() or _without_values():
             return function(*args, **kwargs)
         # Leaving the mode turns gradients on.
         with torch.inference_mode(False), torch.no_grad():

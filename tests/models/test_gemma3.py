@@ -345,7 +345,7 @@ def test_padding_and_unread_places_may_hold_nan(page_size: int, counts: tuple[in
     batch = fm.Batch.from_lists(new, state)
     padded, live = batch.pad(sum(counts) + 5), sum(counts)
     spoiled = replace(padded, tokens=padded.tokens.index_fill(0, torch.arange(live, live + 5), bad))
-    spare = params.map(torch.clone, state)
+    spare = fm.fork(state)
     with kernels(references):
         clean, expected = one.model.forward(one.params, state, batch)
         out, after = one.model.forward(broken, poison(spare), spoiled)

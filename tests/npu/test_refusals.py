@@ -336,7 +336,7 @@ def test_a_version_that_wants_what_we_leave_out_is_refused() -> None:
     args, kwargs = split("hyper_inject", arguments("hyper_inject", "four"))
     old, new = (named("ascend950", torch_npu=version) for version in ("2.10.0", "2.14.0"))
     choice = ops.hyper_inject.explain(*args, target=old, **kwargs)
-    assert choice.kernel.name == "torch" and choice.refused[POST] == (
+    assert choice.kernel.name == "torch_blocked" and choice.refused[POST] == (
         "operator npu_mhc_post without h_res is not in torch_npu 2.10.0.post6; the first version that has it is 2.13.0"
     )
     assert ops.hyper_inject.explain(*args, target=new, **kwargs).kernel.name == POST
