@@ -146,8 +146,8 @@ def check(batch: Batch, state: State | None = None) -> None:
     check_layout(batch)
     starts = batch.query_start.tolist()
     _check_starts(batch, starts)
+    _check_id_range(batch, None if state is None else state.vocab)
     if state is not None:
-        _check_id_range(batch, state.vocab)
         check_room(state, [end - start for start, end in pairwise(starts)])
 
 
@@ -158,15 +158,24 @@ def check_layout(batch: Batch) -> None:
         ("tokens", batch.tokens, "[tokens]"), ("query_start", batch.query_start, "[rows + 1]"),
         ("positions", batch.positions, "[axes, tokens]"),
     ):  # fmt: skip
-        if value is not None and (value.ndim != shape.count(",") + 1 or not _holds_integers(value)):
+        if value is not None and (value.ndim != shape.count(",") + 1 or value.dtype not in _INTEGERS):
             # Only here: text made of a size fixes it, where a call is compiled for all sizes.
             shape = shape.replace(", tokens", f", {tokens}")
-            raise ValueError(f"the batch's {name} must be integers {shape}, found {value.dtype} {list(value.shape)}")
+            raise ValueError(
+                f"the batch's {name} must be integers {shape} of 64 or 32 bits, found {value.dtype} {list(value.shape)}"
+            )
     if batch.positions is not None and batch.positions.shape[1] != tokens:
         raise ValueError(
             f"the batch has {tokens} tokens, and positions {list(batch.positions.shape)}; give one place a token on "
             "each axis, or leave them out"
         )
+    if batch.positions is not None and batch.positions.shape[0] not in (1, 3):
+        raise ValueError(
+            f"positions have {batch.positions.shape[0]} axes; give one for text, three (time, height, width) for "
+            "images, or leave them out"
+        )
+    if not isinstance(batch.max_query, int) or batch.max_query < 1:
+        raise ValueError(f"the batch's max_query must be an integer of at least 1, found {batch.max_query!r}; {_MAKE}")
     if tokens == 0:
         raise ValueError("the batch has no tokens: every row idles; skip the call, or pad the batch")
     if batch.rows < 1:
@@ -191,8 +200,7 @@ def check_layout(batch: Batch) -> None:
 _MAKE = "make it with Batch.from_lists or Batch.from_tokens"
 
 
-def _holds_integers(x: Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+_INTEGERS = (torch.int64, torch.int32)
 
 
 def _check_starts(batch: Batch, starts: list[int]) -> None:
@@ -229,14 +237,15 @@ def check_ids(batch: Batch, vocab: int) -> None:
         _check_id_range(batch, vocab)
 
 
-def _check_id_range(batch: Batch, vocab: int) -> None:
+def _check_id_range(batch: Batch, vocab: int | None) -> None:
     if batch.tokens.numel() == 0:
         return
     low, high = (int(end) for end in batch.tokens.aminmax())
-    if low < 0 or high >= vocab:
+    if low < 0 or (vocab is not None and high >= vocab):
         wrong = low if low < 0 else high
         place = int((batch.tokens == wrong).int().argmax())
-        raise ValueError(f"token {place} of the batch: id {wrong} is out of range; ids must be in 0..{vocab - 1}")
+        limit = "at least 0" if vocab is None else f"in 0..{vocab - 1}"
+        raise ValueError(f"token {place} of the batch: id {wrong} is out of range; ids must be {limit}")
 
 
 def check_room(state: State, counts: Sequence[HostInt]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lowering import HostSide
 
 from .batch import Batch, check_ids, check_layout, check_room
-from .output import LogitsOf, Output, cut
+from .output import LogitsOf, Output, check_logits, cut
 from .rows import reserve
 from .sampling import DraftNoise
 from .speculative import Carry, Proposal, joined_params, kept_tokens, outputs_for, places_ahead
@@ -44,6 +44,7 @@ def forward_on_host(
 ) -> HostSide:  # fmt: skip
     """That of `Model.forward`."""
     check_layout(batch)
+    check_logits(logits)
     check_ids(batch, model.config.vocab_size)
     tokens = batch.tokens.shape[0]
     padded = fit(batch)

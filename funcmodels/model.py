@@ -41,7 +41,7 @@ from .models import (
     qwen3_8_flash_next,
     qwen3_8_flash_next_mtp,
 )
-from .output import LogitsOf, Output
+from .output import LogitsOf, Output, check_logits
 from .pages import PagePool
 from .state import State
 from .text import Tokenizer
@@ -269,6 +269,7 @@ class Model:
         room, `OutOfPages`, and `LoweringError` when the policy leaves an op without a kernel.
         """
         self._check_params(params)
+        check_logits(logits)
         check_ids(batch, self.config.vocab_size)
         return self.family.forward(
             self.local, params, state, batch, logits=logits, outputs=outputs, keep_steps=keep_steps

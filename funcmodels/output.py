@@ -97,6 +97,12 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
+def check_logits(logits: LogitsOf) -> None:
+    """`ValueError` for what is no choice of logits: before a forward, which has written to pages when it uses it."""
+    if logits not in ("all", "last", None):
+        raise ValueError(f"logits={logits!r}: give 'all', 'last' or None")
+
+
 def head_logits(
     hidden: Float[Tensor, "tokens hidden"], head: Any, step: Step, logits: LogitsOf
 ) -> Float[Tensor, "positions vocab"]:
@@ -105,8 +111,6 @@ def head_logits(
         return hidden.new_zeros(0, head.shape[0])
     if logits == "all":
         return ops.linear(hidden, head)
-    if logits != "last":
-        raise ValueError(f"logits={logits!r}: give 'all', 'last' or None")
     if step.uniform and step.max_query == 1:
         return ops.linear(hidden, head)
     last = (step.query_start[1:] - 1).clamp(min=0)

@@ -16,7 +16,18 @@ from params.modes import lasting
 from params.tree import map
 
 from .pages import Lease, PagePool
-from .state import Appended, Entry, Host, State, check_fresh, check_rows, check_usable, page_table, version_in
+from .state import (
+    Appended,
+    Entry,
+    Host,
+    State,
+    check_followed,
+    check_fresh,
+    check_rows,
+    check_usable,
+    page_table,
+    version_in,
+)
 
 Copies = list[tuple[int, int]]
 """Pairs of page ids: from, to."""
@@ -28,6 +39,7 @@ def reserve(state: State, counts: Sequence[HostInt]) -> State:
     A page that another lease shares (a fork's) is never written: the row first gets a copy of it. While tracing
     nothing is taken: a trace reads the page table, and what runs it reserves before.
     """
+    check_followed()
     if valueless(state.lengths):
         return state
     host = state.host

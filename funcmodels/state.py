@@ -17,6 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from jaxtyping import Int
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 
 from lowering import HostSide, host_side
 from lowering.host import HostInt, HostLengths, known_equal, readable, symbolic, valueless
@@ -235,8 +236,18 @@ def check_usable(state: State) -> None:
         raise StateError("this state is pending after keep_steps=True; call commit(state, accepted) first")
 
 
+def check_followed() -> None:
+    """`StateError` inside of `torch.compile`, also where it runs a part plainly: it leaves out what the host does."""
+    if torch.compiler.is_dynamo_compiling() or eval_frame.get_eval_frame_callback() not in (None, False):
+        raise StateError(
+            "torch.compile cannot follow a state, whose pages and lengths are kept on the host; capture the function "
+            "with lowering.jit, or pass state=None"
+        )
+
+
 def check_unused(state: State) -> None:
-    """`StateError` for a state that was donated or released."""
+    """`StateError` for a state that was donated or released, or that `torch.compile` would have to follow."""
+    check_followed()
     how = state.host.used or state.host.buffers.used
     if how is not None:
         raise StateError(f"this state was {how} and cannot be used again; {state.host.buffers.instead}")
@@ -247,6 +258,7 @@ def check_fresh(state: State, rows: Sequence[int] | None = None) -> None:
 
     From what the host knows of the leases' writes. Of a checked state the tokens are looked up too (a host read).
     """
+    check_followed()
     if valueless(state.lengths):
         return
     for row in sorted({*overwritten_rows(state), *(_changed_rows(state) if state.log is not None else ())}):
@@ -282,6 +294,7 @@ def claim(host: Host, most: Sequence[HostInt], new: Version) -> None:
 
     The last that the host does before they are written: what has failed until then has overwritten nobody's tokens.
     """
+    check_followed()
     old = host.version
     rows = zip(host.leases, old.epochs, host.least, host.lengths, most, strict=True)
     new.epochs = tuple(

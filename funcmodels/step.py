@@ -29,6 +29,7 @@ from .state import (
     Growth,
     Recurrent,
     State,
+    check_followed,
     check_fresh,
     check_usable,
     claim,
@@ -94,6 +95,7 @@ def begin(state: State | None, batch: Batch, keep_steps: bool = False) -> Step:
             raise StateError("keep_steps=True needs a state to commit; pass one, or leave keep_steps out")
         offset = torch.arange(tokens, device=row.device) - batch.query_start[row.clamp(max=batch.rows - 1)]
         return Step(batch.query_start, offset, row, batch.max_query, batch.uniform, False)
+    check_followed()
     state, growth = ready(state, batch, keep_steps)
     version = new_version(state.host, growth)
     if not valueless(state.lengths):

@@ -179,11 +179,6 @@ def _rotary(
         return ops.rotary_angles(step.positions, **sizes)
     if batch.positions.shape[0] == 1:  # of text: all three axes are this one
         return ops.rotary_angles(batch.positions[0], **sizes)
-    if batch.positions.shape[0] != 3:
-        raise ValueError(
-            f"positions have {batch.positions.shape[0]} axes; give one for text, three (time, height, width) for "
-            "images, or leave them out"
-        )
     return ops.mrope_angles(batch.positions, sections=config.mrope_section, **sizes)
 
 

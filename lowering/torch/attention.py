@@ -43,7 +43,7 @@ def _refuse_symbol(q, k, v, query_start, *, max_query, uniform, scale, window=No
 def _rectangle(q, k, v, query_start, *, max_query, uniform, scale, window=None):
     # A row's missing cells come after its tokens, so the causal mask hides them.
     q4, k4, v4 = (to_rectangle(x, query_start, max_query, uniform).transpose(1, 2) for x in (q, k, v))
-    shared: dict[str, Any] = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    shared: dict[str, Any] = {"scale": scale, "enable_gqa": bool(q.shape[1] != k.shape[1])}
     if window is None or window >= max_query:
         y = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, **shared)
     else:

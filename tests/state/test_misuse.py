@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import Unsupported
 from torch.utils.flop_counter import FlopCounterMode
 
 import funcmodels as fm
+import lowering
 import params
 from funcmodels.model import FAMILIES
 from tests.oracle.qwen3_5 import Pair, pair, tokens
@@ -268,14 +270,18 @@ def test_a_batch_made_by_hand_says_how_long_its_rows_are() -> None:
         ([0, 4, 7], {"max_query": 4}, "query_start [0, 4, 7] must begin at 0, never fall, and end within its 6 tokens"),
         ([0, 4, 3], {"max_query": 4}, "query_start [0, 4, 3] must begin at 0, never fall"),
         ([0], {"max_query": 4}, "the batch has no rows"),
-        ([[0, 4, 6]], {"max_query": 4}, "query_start must be integers [rows + 1], found torch.int32 [1, 3]"),
+        ([[0, 4, 6]], {"max_query": 4}, "query_start must be integers [rows + 1] of 64 or 32 bits"),
         ([0, 4, 6], {"max_query": 4, "positions": torch.zeros(6, 1).long()}, "6 tokens, and positions [6, 1]"),
         ([0, 4, 6], {"max_query": 4, "positions": torch.zeros(1, 1).long()}, "6 tokens, and positions [1, 1]"),
         ([0, 4, 6], {"max_query": 4, "positions": torch.zeros(6).long()}, "positions must be integers [axes, 6]"),
         ([0, 4, 6], {"max_query": 4, "positions": torch.zeros(3, 6)}, "positions must be integers [axes, 6]"),
         ([0, 4, 6], {"max_query": 4, "tokens": torch.full((6,), 10**6)}, "token 0 of the batch: id 1000000 is out of"),
         ([0, 4, 6], {"max_query": 4, "tokens": torch.arange(6) - 1}, "token 0 of the batch: id -1 is out of range"),
-        ([0, 4, 6], {"max_query": 4, "tokens": torch.zeros(6)}, "tokens must be integers [tokens], found torch.float"),
+        ([0, 4, 6], {"max_query": 4, "tokens": torch.zeros(6)}, "tokens must be integers [tokens] of 64 or 32 bits"),
+        ([0, 4, 6], {"max_query": 4, "tokens": torch.zeros(6).byte()}, "of 64 or 32 bits, found torch.uint8 [6]"),
+        ([0, 4, 6], {"max_query": 4, "positions": torch.zeros(2, 6).long()}, "positions have 2 axes; give one"),
+        ([0, 0], {"max_query": 0}, "max_query must be an integer of at least 1, found 0"),
+        ([0, 4, 6], {"max_query": 4.0}, "max_query must be an integer of at least 1, found 4.0"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("rows", [None, 2])
@@ -529,3 +535,30 @@ def test_a_donated_state(one: Pair, state: fm.State) -> None:
     for call in (lambda: advance(one, state, [[1], []]), lambda: fm.select(state, [0]), lambda: fm.logical(state, 0)):
         with pytest.raises(fm.StateError, match="this state was donated to a captured call and cannot be used again"):
             call()
+
+
+@pytest.mark.plain
+def test_a_refused_call_has_overwritten_nothing(one: Pair, state: fm.State) -> None:
+    """What another continuation holds stays good when a call is refused: nothing was written, and nothing noted."""
+    _, held = advance(one, state, [[5], [6]])
+    batch = fm.Batch.from_lists([[7], [8]], state)
+    wrong: list[dict[str, Any]] = [{"logits": "some"}, {"outputs": ("none",)}]
+    for forward in (one.model.forward, lowering.jit(one.model.forward, backend="fx")):
+        for options in wrong:
+            with pytest.raises(ValueError, match=r"logits='some'|no such value"):
+                forward(one.params, state, batch, **options)
+        with pytest.raises(ValueError, match="positions have 2 axes"):
+            forward(one.params, state, replace(batch, positions=torch.zeros(2, 2).long()))
+    advance(one, held, [[1], [1]])
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_state_is_not_for_torch_compile(one: Pair, whole: bool) -> None:
+    """It would leave out what is done on the host: pages that are taken, and branches that are told apart."""
+    state = one.model.init_state(1, 12, page_size=4, pages=3)
+    batch = fm.Batch.from_lists([[5, 6, 7]], state)
+    compiled = torch.compile(one.model.forward, backend="eager", fullgraph=whole)
+    with torch.no_grad(), pytest.raises((fm.StateError, Unsupported), match=r"StateError|lowering\.jit"):
+        compiled(one.params, state, batch)
+    advance(one, state, [[5, 6, 7]])
