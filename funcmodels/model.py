@@ -269,6 +269,10 @@ class Model:
         room, `OutOfPages`, and `LoweringError` when the policy leaves an op without a kernel.
         """
         self._check_params(params)
+        if not isinstance(batch, Batch):
+            raise TypeError(
+                f"forward: expected a Batch, found a {type(batch).__name__}; make one with Batch.from_lists"
+            )
         check_logits(logits)
         check_ids(batch, self.config.vocab_size)
         return self.family.forward(
@@ -303,15 +307,22 @@ def at_least_one(name: str, value: Any, most: int = 2**63 - 1) -> None:
 
 
 def device_named(device: torch.device | str | None) -> torch.device:
-    """The device, the CPU for None. `ValueError` for a name that Torch does not know, `TypeError` for no name."""
+    """The device, the CPU for None. `ValueError` for one that is not known or not there, `TypeError` for no name."""
     try:
-        return torch.device("cpu" if device is None else device)
+        found = torch.device("cpu" if device is None else device)
     except TypeError:
         raise TypeError(f"device must be a name as 'cpu' or 'cuda:1', or a torch.device, found {device!r}") from None
     except RuntimeError:
         npu = 'an Ascend NPU needs CANN and pip install "funcmodels[npu]"'
         fix = npu if str(device).startswith("npu") else "give 'cpu', 'cuda', 'cuda:1' or 'npu'"
         raise ValueError(f"device {device!r} cannot be used here: Torch does not know it; {fix}") from None
+    try:
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, ImportError) as error:
+        # Of a device without kernels Torch goes on to list all that have some.
+        why = str(error).splitlines()[0].split(". ")[0]
+        raise ValueError(f"device {device!r} cannot be used here: {why}") from error
+    return found
 
 
 def build(config: Mapping[str, Any] | str | Path) -> Model:

@@ -248,6 +248,8 @@ def check_followed() -> None:
 def check_unused(state: State) -> None:
     """`StateError` for a state that was donated or released, or that `torch.compile` would have to follow."""
     check_followed()
+    if not isinstance(state, State):
+        raise TypeError(f"expected a State, found a {type(state).__name__}; make one with model.init_state")
     how = state.host.used or state.host.buffers.used
     if how is not None:
         raise StateError(f"this state was {how} and cannot be used again; {state.host.buffers.instead}")

@@ -14,6 +14,9 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Read by glibc when a worker starts: what is larger than this goes back to the system when it is freed. By default
+# tensors of some megabytes stay with the process, and a worker grows by gigabytes over thousands of tests.
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**20))
 
 import hypothesis
 import jaxtyping

@@ -562,3 +562,20 @@ def test_a_state_is_not_for_torch_compile(one: Pair, whole: bool) -> None:
     with torch.no_grad(), pytest.raises((fm.StateError, Unsupported), match=r"StateError|lowering\.jit"):
         compiled(one.params, state, batch)
     advance(one, state, [[5, 6, 7]])
+
+
+@pytest.mark.plain
+def test_what_is_no_state_and_no_batch(one: Pair, state: fm.State) -> None:
+    for call in (
+        fm.fork,
+        fm.release,
+        fm.read_lengths,
+        lambda what: fm.commit(what, [0]),
+        lambda what: fm.select(what, [0]),
+    ):
+        with pytest.raises(TypeError, match=r"expected a State, found a str; make one with model\.init_state"):
+            call("a")
+    with pytest.raises(TypeError, match=r"expected a Batch, found a list; make one with Batch\.from_lists"):
+        one.model.forward(one.params, state, [[1], [2]])
+    with pytest.raises(ValueError, match=r"device 'cuda:99' cannot be used here: "):
+        one.model.init_state(1, 4, device="cuda:99")
