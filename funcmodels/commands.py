@@ -19,6 +19,7 @@ from rich.console import Console
 import lowering
 import params as checkpoints
 from lowering import CaptureError, LoweringError, Report, Sheet
+from lowering.target import device_named
 
 from . import cli
 from .batch import Batch
@@ -26,7 +27,7 @@ from .drafts import default_draft
 from .errors import StateError
 from .generation import generate
 from .loading import load, open_checkpoint, without_weights
-from .model import Model, device_named
+from .model import Model
 from .parallel import ranks_of, started
 from .requests import Event, Result
 from .sampling import Sampling

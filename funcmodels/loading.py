@@ -11,13 +11,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import params as checkpoints
+from lowering.target import device_named
 from params.checkpoint import Tables
 from params.errors import CheckpointError
 from params.quant.schemes import is_quantized_checkpoint
 from params.sharding import Ranks
 
 from .config import check_layers, section
-from .model import Model, build, device_named
+from .model import Model, build
 from .parallel import ranks_of
 from .text import Tokenizer
 

@@ -15,6 +15,7 @@ from torch import Tensor
 import params as checkpoints
 from lowering import host_side, ops
 from lowering.layouts import LAYOUTS
+from lowering.target import device_named
 from params.errors import ConfigError
 from params.guarded import check_plain
 from params.modes import lasting
@@ -304,25 +305,6 @@ def at_least_one(name: str, value: Any, most: int = 2**63 - 1) -> None:
         raise ValueError(f"{name} must be at least 1, found {value}")
     if number > most:
         raise ValueError(f"{name} must be at most {most}, found {number if number < 2**64 else 'far more'}")
-
-
-def device_named(device: torch.device | str | None) -> torch.device:
-    """The device, the CPU for None. `ValueError` for one that is not known or not there, `TypeError` for no name."""
-    try:
-        found = torch.device("cpu" if device is None else device)
-    except TypeError:
-        raise TypeError(f"device must be a name as 'cpu' or 'cuda:1', or a torch.device, found {device!r}") from None
-    except RuntimeError:
-        npu = 'an Ascend NPU needs CANN and pip install "funcmodels[npu]"'
-        fix = npu if str(device).startswith("npu") else "give 'cpu', 'cuda', 'cuda:1' or 'npu'"
-        raise ValueError(f"device {device!r} cannot be used here: Torch does not know it; {fix}") from None
-    try:
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError, ImportError) as error:
-        # Of a device without kernels Torch goes on to list all that have some.
-        why = str(error).splitlines()[0].split(". ")[0]
-        raise ValueError(f"device {device!r} cannot be used here: {why}") from error
-    return found
 
 
 def build(config: Mapping[str, Any] | str | Path) -> Model:

@@ -111,3 +111,22 @@ def of_device(device: torch.device) -> Target:
         f"tensors are on {device}, and no target is known for device type {device.type!r}; "
         f"name one with lowering.use(target=...): {', '.join(TARGETS)}"
     )
+
+
+def device_named(device: torch.device | str | None) -> torch.device:
+    """The device, the CPU for None. `ValueError` for one that is not known or not there, `TypeError` for no name."""
+    try:
+        found = torch.device("cpu" if device is None else device)
+    except TypeError:
+        raise TypeError(f"device must be a name as 'cpu' or 'cuda:1', or a torch.device, found {device!r}") from None
+    except RuntimeError:
+        npu = 'an Ascend NPU needs CANN and pip install "funcmodels[npu]"'
+        fix = npu if str(device).startswith("npu") else "give 'cpu', 'cuda', 'cuda:1' or 'npu'"
+        raise ValueError(f"device {device!r} cannot be used here: Torch does not know it; {fix}") from None
+    try:
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, ImportError) as error:
+        # Of a device without kernels Torch goes on to list all that have some.
+        why = str(error).splitlines()[0].split(". ")[0]
+        raise ValueError(f"device {device!r} cannot be used here: {why}") from error
+    return found

@@ -8,13 +8,14 @@ from typing import Literal, overload
 import torch
 
 import params as checkpoints
+from lowering.target import device_named
 from params.errors import ConfigError
 from params.modes import lasting
 from params.names.block_drafts import NAMES
 
 from ..config import check_layers
 from ..loading import BUNDLED
-from ..model import Model, device_named
+from ..model import Model
 from .block import BlockDraft, block_spec, with_context
 from .block_config import DFLASH, BlockConfig, read_config
 from .dflash import DFlashDraft
