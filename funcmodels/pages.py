@@ -188,12 +188,16 @@ class Lease:
 
     def __getstate__(self) -> dict[str, Any]:
         # Copied and pickled are the extents themselves, with the versions that have them.
-        return self.__dict__ | {"overwritings": [(*over[:3], over.extent()) for over in self.overwritings]}
+        extents = [over.extent() or Extent(exact=True) for over in self.overwritings]
+        return self.__dict__ | {"overwritings": [over[:3] for over in self.overwritings], "extents": extents}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
+        extents = values.pop("extents")
         self.__dict__.update(values)
-        overwritings = [(*place, extent or Extent(exact=True)) for *place, extent in values["overwritings"]]
-        self.overwritings = [Overwriting(*place, weakref.ref(extent)) for *place, extent in overwritings]
+        places = zip(values["overwritings"], extents, strict=True)
+        self.overwritings = [
+            Overwriting(epoch, least, most, weakref.ref(extent)) for (epoch, least, most), extent in places
+        ]
         if not self.ended:
             self.pool.claim(self.pages)
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from typing_extensions import dataclass_transform
 
 try:
-    import optree  # pyright: ignore[reportMissingImports]
-    from optree.registry import __GLOBAL_NAMESPACE as _EVERYWHERE  # pyright: ignore[reportMissingImports]
+    import optree
+    from optree.registry import __GLOBAL_NAMESPACE as _EVERYWHERE
 except ImportError:
     optree = None
 
@@ -115,10 +115,8 @@ def tree(cls: type[T]) -> type[T]:
     # A tree is plain data: it may be unpickled without trust, which `torch.load` and `torch.export.load` ask for.
     torch.serialization.add_safe_globals([cls])
     if optree is not None:
-        registered: Any = cls  # any class will do, whatever its annotation says
-        optree.register_pytree_node(
-            registered, flatten, lambda context, leaves: unflatten(leaves, context), namespace=_EVERYWHERE
-        )
+        register: Any = optree.register_pytree_node  # any class will do, whatever its annotation says
+        register(cls, flatten, lambda context, leaves: unflatten(leaves, context), namespace=_EVERYWHERE)
     return cls
 
 

@@ -250,8 +250,8 @@ class StateMachine(RuleBasedStateMachine):
             return fm.select(held.state, rows)
 
         if not self.refused(held, act, rows):
-            parts = ([each[row] if row >= 0 else () for row in rows] for each in (held.tokens, held.writes))
-            self.keep(Held(act(), *parts))
+            tokens, writes = ([each[row] if row >= 0 else () for row in rows] for each in (held.tokens, held.writes))
+            self.keep(Held(act(), tokens, writes))
 
     @rule(data=st.data())
     def release_rows(self, data: st.DataObject) -> None:
@@ -265,8 +265,10 @@ class StateMachine(RuleBasedStateMachine):
             return
         after = act()
         self.ended += [held.leases[row] for row in rows]
-        parts = ([() if row in rows else part for row, part in enumerate(each)] for each in (held.tokens, held.writes))
-        self.keep(Held(after, *parts))
+        tokens, writes = (
+            [() if row in rows else part for row, part in enumerate(each)] for each in (held.tokens, held.writes)
+        )
+        self.keep(Held(after, tokens, writes))
 
     @precondition(lambda self: sum(self.usable(held) for held in self.held) > 3)
     @rule(data=st.data())

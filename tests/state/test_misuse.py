@@ -289,7 +289,7 @@ def test_a_batch_made_by_hand_says_how_long_its_rows_are() -> None:
 def test_batches_that_contradict_themselves(
     one: Pair, starts: list[Any], hints: dict[str, Any], message: str, rows: int | None
 ) -> None:
-    parts = {"tokens": torch.arange(6), "query_start": torch.tensor(starts, dtype=torch.int32)}
+    parts: dict[str, Any] = {"tokens": torch.arange(6), "query_start": torch.tensor(starts, dtype=torch.int32)}
     batch = fm.Batch(**parts | hints)
     state = None if rows is None else one.model.init_state(rows, 12)
     calls = [lambda: one.model.forward(one.params, state, batch)]
@@ -566,13 +566,10 @@ def test_a_state_is_not_for_torch_compile(one: Pair, whole: bool) -> None:
 
 @pytest.mark.plain
 def test_what_is_no_state_and_no_batch(one: Pair, state: fm.State) -> None:
-    for call in (
-        fm.fork,
-        fm.release,
-        fm.read_lengths,
-        lambda what: fm.commit(what, [0]),
-        lambda what: fm.select(what, [0]),
-    ):
+    calls: list[Callable[[Any], Any]] = [
+        fm.fork, fm.release, fm.read_lengths, lambda what: fm.commit(what, [0]), lambda what: fm.select(what, [0]),
+    ]  # fmt: skip
+    for call in calls:
         with pytest.raises(TypeError, match=r"expected a State, found a str; make one with model\.init_state"):
             call("a")
     with pytest.raises(TypeError, match=r"expected a Batch, found a list; make one with Batch\.from_lists"):
