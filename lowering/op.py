@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
@@ -19,6 +20,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import SUPPORTED_NODES
 
 from params import tree
@@ -85,6 +87,11 @@ class Kernel:
     weights: tuple[type[WeightValue] | type[Tensor], ...] = ()
     only_by_name: bool = False
 
+    @functools.cached_property
+    def limited(self) -> bool:
+        """Whether it is not for gradients, or not for all of them. Asked on every call."""
+        return self.eager or not self.differentiable or self.backward_once
+
     def serves(self, target: Target) -> bool:
         """Whether the kernel was written for this target."""
         return target.name in self.targets
@@ -139,23 +146,23 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the kernel chosen for this call."""
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             assert COMPILED.key and _marked(self.name)  # read, and so guarded
             flat = all(isinstance(value, _FLAT) for value in args)
             return self._in_graph(*args, **kwargs) if flat else self._trees_in_graph(*args, **kwargs)
-        return self._dispatched(args, kwargs)
-
-    def _dispatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode, around = MODE.get(), _surroundings()
         key = _key(mode.key, around, args, kwargs)
-        choice = self._choice(key, mode, args, kwargs)
+        try:  # as `_remembered`, which would cost a call
+            choice = self._choices.get(key)
+        except TypeError:
+            choice = None
+        choice = choice or self._first(key, mode, args, kwargs)
         kernel = choice.kernel
-        limited = kernel.eager or not kernel.differentiable or kernel.backward_once
-        differentiated = limited and _records_gradients(args)
+        differentiated = kernel.limited and _records_gradients(args)
         if differentiated:
             around = _with_autograd(around, args)
             key = _key(mode.key, around, args, kwargs)
-            choice = self._choice(key, mode, args, kwargs)
+            choice = self._remembered(key) or self._first(key, mode, args, kwargs)
             kernel = choice.kernel
         if mode.report is not None:
             mode.report.add(choice, args, kwargs)
@@ -165,19 +172,21 @@ class Op:
             return differentiated_once(self.name, kernel, around, args, kwargs)
         return kernel.run(*args, **kwargs)
 
-    def _choice(self, key: tuple[Any, ...], mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        """The choice for a signature, remembered under its key; `key[1]` are its surroundings."""
-        choices = self._choices  # those of the kernels there are now: a thread may register another meanwhile
+    def _remembered(self, key: tuple[Any, ...]) -> Choice | None:
         try:
-            known = choices.get(key)
+            return self._choices.get(key)
         except TypeError:  # a size is a symbol, which no later call can be told from
-            return self.choose(mode, key[1], args, kwargs)
-        if known is not None:
-            return known
+            return None
+
+    def _first(self, key: tuple[Any, ...], mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        """The choice for a signature not seen before; `key[1]` are its surroundings."""
+        choices = self._choices  # those of the kernels there are now: a thread may register another meanwhile
+        choice = self.choose(mode, key[1], args, kwargs)
         if len(choices) >= MOST_CHOICES:
             choices = self._choices = {}
-        known = choices[key] = self.choose(mode, key[1], args, kwargs)
-        return known
+        with suppress(TypeError):  # of a key that holds symbols
+            choices[key] = choice
+        return choice
 
     def remember_dry(self, key: Any, result: Any) -> None:
         """Keep what a dry run found for a signature."""
@@ -373,10 +382,10 @@ def _opaque(op: Op) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """
 
     def dispatched(*args: Any, **kwargs: Any) -> Any:
-        return op._dispatched(args, kwargs)
+        return op(*args, **kwargs)
 
     def dispatched_trees(*args: Any, **kwargs: Any) -> Any:
-        return op._dispatched(args, kwargs)
+        return op(*args, **kwargs)
 
     return dispatched, dispatched_trees
 
@@ -491,7 +500,7 @@ def _static(value: Any) -> Any:
 def _surroundings() -> str:
     """What records, maps or differentiates operators here, joined by " and "; an empty string where they just run."""
     stack, forward = get_interpreter_stack(), forward_ad._current_level >= 0
-    if not stack and not forward:
+    if not (stack or forward):
         return "tracing" if _len_torch_dispatch_stack() else ""
     keys = [level.key() for level in stack or ()]
     # Of forward mode every level counts, and one that is not a transform's: `linearize` and `dual_level` make those.
