@@ -81,6 +81,7 @@ def test_what_is_no_terminal_shows_nothing(
     assert tuple(capfd.readouterr()) == ("", "")
 
 
+@pytest.mark.plain  # checks would refuse the parameters before the run fails
 def test_the_bar_goes_when_a_run_fails(loaded: tuple[fm.Model, Any], terminal: io.StringIO) -> None:
     model, params = loaded
     broken = tree.put(params, "norm.weight", params.norm.weight[1:])
