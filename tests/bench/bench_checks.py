@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 import timeit
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ def main() -> None:
         for rows in (1, 8, 64):
             prompts = held_out.prompts(model.tokenizer, rows, PROMPT, PROMPT)
             captured = Decoding(model, params, prompts, 12 * STEPS, backend)
-            eager = Decoding(model, params, prompts, 12 * STEPS, backend)
+            eager: Any = Decoding(model, params, prompts, 12 * STEPS, backend)
             eager.forward = model.forward
             captured.step()
             many = [lambda one=one: [one.step() for _ in range(STEPS)] for one in (eager, captured)]
