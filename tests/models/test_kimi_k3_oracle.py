@@ -54,7 +54,7 @@ def test_outputs_layers_and_entries(seed: int, dtype: torch.dtype) -> None:
         ours = [fm.logical(after, row), *(per_row(x, ids)[row] for x in (out.logits, plain.logits, out.hidden))]
         ours.append([per_row(out.extra[layer], ids)[row] for layer in layers])
         right = [theirs.entries, theirs.logits, theirs.logits, theirs.hidden, theirs.layers]
-        assert_close(ours, right, looser=5 if dtype == torch.float64 else 40, reason=NORMS)
+        assert_close(ours, right, looser=5 if dtype == torch.float64 else 30, reason=NORMS)
         assert torch.equal(chosen_experts(out.extra["router"], ids, row), torch.stack(theirs.chosen).sort(-1).values)
 
 

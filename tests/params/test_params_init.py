@@ -6,6 +6,7 @@ import io
 import math
 from typing import Any
 
+import optree
 import pytest
 import torch
 
@@ -103,7 +104,6 @@ def test_trees_pass_through_pickle_without_trust_and_through_optree(oracle: Any,
     torch.save(made, file)
     file.seek(0)
     assert torch.load(file) == made
-    optree = pytest.importorskip("optree")
     leaves, structure = optree.tree_flatten(made)
     assert len(leaves) == len(params.leaves(made)) > 1
     assert optree.tree_unflatten(structure, leaves) == made

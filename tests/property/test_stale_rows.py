@@ -136,29 +136,27 @@ class History:
                     fm.fork(state)
 
 
-@pytest.mark.plain
-@pytest.mark.parametrize("part", range(8))
-def test_the_host_knows_every_overwritten_row(part: int) -> None:
-    for seed in range(250 * part, 250 * part + 250):
-        history = History(random.Random(seed), exact=True)
+def play(seeds: range, exact: bool) -> None:
+    """A history a seed, checked after each act."""
+    for seed in seeds:
+        history = History(random.Random(seed), exact)
         history.keep(empty(history.rng))
         for _ in range(10):
             if not history.held:
                 break
             history.act()
             history.check()
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("part", range(8))
+def test_the_host_knows_every_overwritten_row(part: int) -> None:
+    play(range(250 * part, 250 * part + 250), exact=True)
 
 
 @pytest.mark.plain
 def test_bounds_miss_no_overwritten_row() -> None:
-    for seed in range(250):
-        history = History(random.Random(seed), exact=False)
-        history.keep(empty(history.rng))
-        for _ in range(10):
-            if not history.held:
-                break
-            history.act()
-            history.check()
+    play(range(250), exact=False)
 
 
 @pytest.mark.plain
