@@ -26,6 +26,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._C._functorch import get_interpreter_stack
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from params.modes import lasting
 from params.tree import items
@@ -364,11 +365,14 @@ class Jitted:
 
     def _note_pools(self, capture: Capture, arguments: Mapping[str, Any]) -> None:
         """Count a capture over another pool as a graph of a device would have to be made anew for it."""
-        pools = tuple(x.data_ptr() for value in arguments.values() if hasattr(value, "pools") for x in value.pools())
+        held = [x.untyped_storage() for value in arguments.values() if hasattr(value, "pools") for x in value.pools()]
+        pools = tuple(storage._cdata for storage in held)
         with capture.lock:
-            fresh, first = pools not in capture.pools, not capture.pools
+            known = [tuple(one.cdata for one in kept) for kept in capture.pools]
+            fresh, first = pools not in known, not known
             if fresh:
-                capture.pools = (pools, *capture.pools)[:MOST_PLACES]
+                # A weak reference keeps the number, not the memory: no later pool can have that of a former one.
+                capture.pools = (tuple(map(StorageWeakRef, held)), *capture.pools)[:MOST_PLACES]
                 self.captures += not first
         if fresh and not first:
             self._say("pool", "captured again, over another pool of pages; the compiled code is kept", above=3)

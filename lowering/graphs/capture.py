@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..ops.collective import captured_failure
 from .program import Program
@@ -110,7 +111,7 @@ class Home:
 class Capture:
     """A program, and the runs of it. `staged` are the places of the inputs that are copied into buffers.
 
-    `pools` are the newest pools of pages, by their addresses, that it was captured over; `used` is the time of its
+    `pools` are the storages of the newest pools of pages that it was captured over; `used` is the time of its
     last call, in calls. `lock` is held from the choice of a run to the end of its replay.
     """
 
@@ -118,7 +119,7 @@ class Capture:
     backend: Backend
     staged: Collection[int]
     runs: list[Placed] = field(default_factory=list)
-    pools: tuple[tuple[int, ...], ...] = ()
+    pools: tuple[tuple[StorageWeakRef, ...], ...] = ()
     used: int = 0
     lock: AbstractContextManager[Any] = field(init=False, repr=False)
 
