@@ -22,16 +22,16 @@ from lowering import CaptureError, LoweringError, Report, Sheet
 from lowering.target import device_named
 
 from . import cli
-from .batch import Batch
-from .drafts import default_draft
+from .checkpoint.loading import load, open_checkpoint, without_weights
+from .checkpoint.parallel import ranks_of, started
+from .drafts.named import default_draft
 from .errors import StateError
-from .generation import generate
-from .loading import load, open_checkpoint, without_weights
 from .model import Model
-from .parallel import ranks_of, started
-from .requests import Event, Result
-from .sampling import Sampling
-from .state import State
+from .sampling.settings import Sampling
+from .serving.generation import generate
+from .serving.requests import Event, Result
+from .state.batch import Batch
+from .state.state import State
 
 DTYPES = {name: getattr(torch, name) for name in cli.DTYPES}
 PROMPT = 'def read_lines(path):\n    """Return the lines of a text file, without line ends."""'

@@ -28,10 +28,8 @@ from params.names import qwen3_8_flash_next as flash_next_names
 from params.sharding import Ranks
 from params.spec import widened
 
-from . import state as states
-from .batch import Batch, check_ids
+from .checkpoint.text import Tokenizer
 from .config import section
-from .host_sides import forward_on_host
 from .models import (
     deepseek_v2,
     gemma3,
@@ -43,9 +41,11 @@ from .models import (
     qwen3_8_flash_next_mtp,
 )
 from .output import LogitsOf, Output, check_logits
-from .pages import PagePool
-from .state import State
-from .text import Tokenizer
+from .state import state as states
+from .state.batch import Batch, check_ids
+from .state.host_sides import forward_on_host
+from .state.pages import PagePool
+from .state.state import State
 
 MOST_PAGES = 2**24
 """Of 128 tokens each they hold two thousand million, more than fits anywhere; a list of them still does."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowering import ops
 from params.tree import map, tree
 
-from .step import Step
+from .state.step import Step
 
 LogitsOf = Literal["all", "last"] | None
 """Logits of every token, of each row's last token, or of none."""

@@ -2,24 +2,31 @@
 
 from params.errors import CheckpointError, ConfigError
 
-from .batch import Batch, check
-from .calibration import input_ranges
-from .drafts import draft
+from .checkpoint.calibration import input_ranges
+from .checkpoint.loading import load
+from .checkpoint.parallel import ranks_of
+from .checkpoint.saving import save
+from .drafts.named import draft
+from .drafts.protocol import (
+    Carry,
+    Draft,
+    Proposal,
+    Verdict,
+    next_tokens,
+    verify,
+)
+from .drafts.round import Round
 from .errors import OutOfPages, StaleStateError, StateError
-from .generation import generate, requests_of, serve
-from .loading import load
 from .model import Model, build
 from .output import Output
-from .parallel import ranks_of
-from .penalties import TokenCounts
-from .requests import Event, Request, Result
-from .round import Round
-from .rows import fork, fork_into, release, select
-from .sampling import CoupledNoise, DraftNoise, RowSampling, Sampling, sample
-from .saving import save
-from .shape_checks import disable_shape_checks, enable_shape_checks, shape_checked
-from .speculative import Carry, Draft, Proposal, Verdict, next_tokens, verify
-from .state import State, commit, logical, read_lengths
+from .sampling.penalties import TokenCounts
+from .sampling.settings import CoupledNoise, DraftNoise, RowSampling, Sampling, sample
+from .serving.generation import generate, requests_of, serve
+from .serving.requests import Event, Request, Result
+from .state.batch import Batch, check
+from .state.rows import fork, fork_into, release, select
+from .state.state import State, commit, logical, read_lengths
+from .testing.shape_checks import disable_shape_checks, enable_shape_checks, shape_checked
 
 __all__ = [
     "Batch", "Carry", "CheckpointError", "ConfigError", "CoupledNoise", "Draft", "DraftNoise", "Event", "Model",

@@ -11,17 +11,17 @@ from . import beside  # noqa: F401
 # Kernels are tried in the order registered: a fused operator before anything made of Torch's own.
 from . import npu as npu_kernels
 from . import ops, policy
-from . import torch as torch_kernels
-from .comparison import Comparison, compare
+from . import portable as torch_kernels
+from .check.comparison import Comparison, compare
 from .errors import CaptureError, CollectiveError, LoweringError, RecaptureWarning
-from .html import page
-from .jitted import HostSide, Jitted, host_side, jit
+from .explain.html import page
+from .explain.report import Report, Row, explain, record, watch
+from .explain.sheet import Sheet
+from .explain.stages import Lowered, compared, lower
+from .jit.jitted import HostSide, Jitted, host_side, jit
 from .op import Choice, Kernel, Op, op
 from .policy import MODE, Policy, in_force, use
 from .registry import OPS, find, table
-from .report import Report, Row, explain, record, watch
-from .sheet import Sheet
-from .stages import Lowered, compared, lower
 from .target import TARGETS, Target
 from .weights import prepare
 

@@ -21,12 +21,12 @@ import torch
 from rich.console import Console
 
 from . import target as targets
-from .check import Checked
+from .check.device import Checked
+from .check.journal import Journal, supervise, work
 from .dryrun import fetch
 from .dryrun.stubs import stubs
 from .errors import LoweringError
-from .html import page
-from .journal import Journal, supervise, work
+from .explain.html import page
 
 TOLD = 30.0
 """Seconds between lines of progress where nobody looks at a terminal."""

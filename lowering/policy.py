@@ -21,9 +21,9 @@ from .errors import LoweringError
 from .target import Target
 
 if TYPE_CHECKING:
+    from .explain.report import Report
+    from .explain.trace import DryRun
     from .op import Op
-    from .report import Report
-    from .trace import DryRun
 
 ENVIRONMENT = "FUNCMODELS_LOWERING"
 

@@ -17,7 +17,7 @@ from lowering.cases import (
     latent_rows,
     paged,
 )
-from lowering.comparison import live
+from lowering.check.comparison import live
 
 __all__ = [
     "CASES", "DECODE_1", "DECODE_8", "PROMPT", "ROWS", "VERIFY", "Arguments", "Case", "Draw", "Rows", "cases_of",

@@ -10,7 +10,7 @@ import random
 import runpy
 from pathlib import Path
 
-from funcmodels.text import Tokenizer
+from funcmodels.checkpoint.text import Tokenizer
 
 CORPUS = Path(__file__).parent.parent / "docs/bundled/corpus.py"
 

@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import funcmodels as fm
-from funcmodels import cli, commands, loading
+from funcmodels import cli, commands
+from funcmodels.checkpoint import loading
 from lowering.target import EVERY
 from tests import tiny
 

@@ -1,4 +1,4 @@
-"""Comparing trees of tensors by the bounds of `lowering.tolerances`, which are the only ones."""
+"""Comparing trees of tensors by the bounds of `lowering.check.tolerances`, which are the only ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from lowering.tolerances import allowed, bound
+from lowering.check.tolerances import allowed, bound
 
 
 def assert_close(

@@ -28,9 +28,9 @@ from torch import Tensor
 
 import funcmodels as fm
 import params as checkpoints
-from funcmodels.drafts import NAMES, block_spec, read_config
 from funcmodels.drafts.block import angles_at, block_hidden, context_entries
 from funcmodels.drafts.markov import corrected
+from funcmodels.drafts.named import NAMES, block_spec, read_config
 from params import tree
 
 LENGTH = 256  # tokens of a text

@@ -16,8 +16,8 @@ from params.spec import TensorSpec
 from params.tree import exactly, tree, unchecked
 
 from ..blocks.linear import Linear, Norm, linear_spec, norm_spec, project
-from ..state import Recurrent
-from ..step import Step
+from ..state.state import Recurrent
+from ..state.step import Step
 
 
 @tree

@@ -15,8 +15,8 @@ from params.tree import tree, unchecked
 
 from ..blocks.linear import Linear, Norm, linear_spec, norm_spec, normalised, project
 from ..errors import StateError
-from ..state import Appended
-from ..step import Step, writable
+from ..state.state import Appended
+from ..state.step import Step, writable
 
 
 @tree

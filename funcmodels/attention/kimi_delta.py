@@ -14,7 +14,7 @@ from params.spec import TensorSpec
 from params.tree import exactly, tree, unchecked
 
 from ..blocks.linear import Linear, Norm, linear_spec, project
-from ..step import Step
+from ..state.step import Step
 from .gated_delta import DeltaNetState, DeltaTrails
 
 

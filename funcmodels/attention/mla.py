@@ -23,8 +23,8 @@ from params.tree import exactly, leaves, tree, unchecked
 
 from ..blocks.linear import Linear, Norm, PrepareWeight, linear_spec, norm_spec, normalised, project
 from ..errors import StateError
-from ..state import Appended
-from ..step import Step, writable
+from ..state.state import Appended
+from ..state.step import Step, writable
 
 
 @tree

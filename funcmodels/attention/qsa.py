@@ -21,8 +21,8 @@ from params.tree import exactly, tree, unchecked
 
 from ..blocks.linear import GemmaNorm, Linear, Norm, linear_spec, norm_spec, normalised, project
 from ..errors import StateError
-from ..state import Appended
-from ..step import Step, writable
+from ..state.state import Appended
+from ..state.step import Step, writable
 from .gqa import KeyValuePages, attend
 
 

@@ -23,8 +23,8 @@ from params import MappedRows
 from params.spec import Constant, TensorSpec
 from params.tree import exactly, static, tree, unchecked
 
-from ..state import Recurrent
-from ..step import Step
+from ..state.state import Recurrent
+from ..state.step import Step
 from .linear import Linear, Norm, linear_spec, project
 
 

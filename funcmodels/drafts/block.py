@@ -25,7 +25,6 @@ from params.spec import Init, TensorSpec
 from params.tree import exactly, put, tree, unchecked
 
 from ..attention.gqa import Attention, KeyValuePages, key_value_pages
-from ..batch import Batch
 from ..blocks.linear import (
     Linear,
     Norm,
@@ -38,16 +37,17 @@ from ..blocks.linear import (
     project,
 )
 from ..blocks.mlp import Mlp, mlp, mlp_spec
-from ..host_sides import extend_on_host, propose_on_host
 from ..model import Model, at_least_one
 from ..output import Output
-from ..sampling import DraftNoise
-from ..speculative import Carry, DraftedParams, Proposal, kept_tokens
-from ..state import State, check_usable, commit, like, rewound
-from ..step import Step, begin, finish, text_positions, writable
+from ..sampling.settings import DraftNoise
+from ..state.batch import Batch
+from ..state.state import State, check_usable, commit, like, rewound
+from ..state.step import Step, begin, finish, text_positions, writable
 from .block_config import BlockConfig
 from .checks import check_carry, check_embedded, check_empty, check_noise, check_output
+from .host_sides import extend_on_host, propose_on_host
 from .markov import Markov, markov_spec
+from .protocol import Carry, DraftedParams, Proposal, kept_tokens
 
 Angles = tuple[Tensor, Tensor]
 """Cosine and sine of each token's place."""

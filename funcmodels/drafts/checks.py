@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..batch import Batch
 from ..errors import StateError
 from ..output import Output
-from ..sampling import DraftNoise
-from ..speculative import Carry
-from ..state import State
+from ..sampling.settings import DraftNoise
+from ..state.batch import Batch
+from ..state.state import State
+from .protocol import Carry
 
 
 def check_empty(state: State) -> None:

@@ -17,14 +17,14 @@ from torch import Tensor
 from lowering import host_side, ops
 from params.modes import lasting
 
-from ..batch import Batch, check_room
-from ..host_sides import extend_on_host, propose_on_host
 from ..model import Model, MtpHead, S, at_least_one
 from ..output import LogitsOf, Output
-from ..sampling import DraftNoise
-from ..speculative import Carry, Proposal, kept_tokens
-from ..state import State, check_usable, commit, like, rewound
+from ..sampling.settings import DraftNoise
+from ..state.batch import Batch, check_room
+from ..state.state import State, check_usable, commit, like, rewound
 from .checks import check_carry, check_empty, check_noise, check_output
+from .host_sides import extend_on_host, propose_on_host
+from .protocol import Carry, Proposal, kept_tokens
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from lowering import ops
 from params.tree import tree, unchecked
 
 from ..attention.mla import LatentAttention, LatentPages, latent_attention, latent_attention_spec, latent_pages
-from ..batch import Batch
 from ..blocks.linear import (
     Embedding,
     Linear,
@@ -31,8 +30,9 @@ from ..blocks.linear import (
 )
 from ..blocks.mlp import GroupedMoe, Mlp, grouped_moe, grouped_moe_spec, mlp, mlp_spec
 from ..output import LogitsOf, Output, Taps, head_logits
-from ..state import Entry, State
-from ..step import begin, finish, text_positions
+from ..state.batch import Batch
+from ..state.state import Entry, State
+from ..state.step import begin, finish, text_positions
 from .deepseek_v2_config import LATENT_EPS, DeepseekV2Config, read_config
 
 __all__ = ["DeepseekV2Config", "DeepseekV2Params", "forward", "init_entries", "param_spec", "read_config"]

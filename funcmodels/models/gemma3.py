@@ -18,7 +18,6 @@ from lowering import ops
 from params.tree import tree, unchecked
 
 from ..attention.gqa import Attention, KeyValuePages, attention, attention_spec, key_value_pages
-from ..batch import Batch
 from ..blocks.linear import (
     Embedding,
     Linear,
@@ -34,8 +33,9 @@ from ..blocks.linear import (
 )
 from ..blocks.mlp import Mlp, mlp_spec
 from ..output import LogitsOf, Output, Taps, head_logits
-from ..state import Entry, State
-from ..step import Step, begin, finish, text_positions
+from ..state.batch import Batch
+from ..state.state import Entry, State
+from ..state.step import Step, begin, finish, text_positions
 from .gemma3_config import GLOBAL, LOCAL, Gemma3Config, read_config
 
 __all__ = ["Gemma3Config", "Gemma3Params", "forward", "init_entries", "param_spec", "read_config"]

@@ -19,7 +19,6 @@ from params.tree import exactly, tree, unchecked
 from ..attention.gated_delta import DeltaNetState
 from ..attention.kimi_delta import KimiDelta, kimi_delta, kimi_delta_spec
 from ..attention.mla import LatentAttention, LatentPages, latent_attention, latent_attention_spec
-from ..batch import Batch
 from ..blocks.attention_residual import AttentionResidual, attention_residual, attention_residual_spec
 from ..blocks.linear import (
     Embedding,
@@ -46,8 +45,9 @@ from ..blocks.mlp import (
     router_logits,
 )
 from ..output import LogitsOf, Output, Taps, head_logits
-from ..state import Entry, State
-from ..step import Step, begin, finish
+from ..state.batch import Batch
+from ..state.state import Entry, State
+from ..state.step import Step, begin, finish
 from .kimi_k3_config import KimiK3Config, is_kimi_k3, read_config
 from .kimi_linear import init_entries, tap_names
 from .kimi_linear_config import LATENT_EPS

@@ -17,7 +17,6 @@ from params.tree import exactly, tree, unchecked
 from ..attention.gated_delta import DeltaNetState, delta_net_state
 from ..attention.kimi_delta import KimiDelta, kimi_delta, kimi_delta_spec
 from ..attention.mla import LatentAttention, LatentPages, latent_attention, latent_attention_spec, latent_pages
-from ..batch import Batch
 from ..blocks.linear import (
     Embedding,
     Linear,
@@ -42,8 +41,9 @@ from ..blocks.mlp import (
     router_logits,
 )
 from ..output import LogitsOf, Output, Taps, head_logits
-from ..state import Entry, State
-from ..step import Step, begin, finish
+from ..state.batch import Batch
+from ..state.state import Entry, State
+from ..state.step import Step, begin, finish
 from .kimi_linear_config import LATENT_EPS, KimiLinearConfig, read_config
 
 __all__ = ["KimiLinearConfig", "KimiLinearParams", "forward", "init_entries", "param_spec", "read_config"]

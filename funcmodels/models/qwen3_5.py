@@ -17,7 +17,6 @@ from params.tree import tree, unchecked
 
 from ..attention.gated_delta import DeltaNet, DeltaNetState, delta_net, delta_net_spec, delta_net_state
 from ..attention.gqa import GatedAttention, KeyValuePages, gated_attention, gated_attention_spec, key_value_pages
-from ..batch import Batch
 from ..blocks.linear import (
     Embedding,
     Linear,
@@ -33,8 +32,9 @@ from ..blocks.linear import (
 )
 from ..blocks.mlp import Mlp, SharedExpertMoe, mlp, mlp_spec, moe, moe_spec
 from ..output import LogitsOf, Output, Taps, head_logits
-from ..state import Entry, State
-from ..step import Step, begin, finish
+from ..state.batch import Batch
+from ..state.state import Entry, State
+from ..state.step import Step, begin, finish
 from .qwen3_5_config import Qwen35Config, read_config
 
 __all__ = ["Qwen35Config", "Qwen35Params", "forward", "init_entries", "param_spec", "read_config"]

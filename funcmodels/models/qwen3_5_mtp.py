@@ -12,11 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..attention.gqa import key_value_pages
-from ..batch import Batch
 from ..blocks.linear import head_weight, look_up, normalised, project
 from ..output import LogitsOf, Output, Taps, head_logits
-from ..state import Entry, State
-from ..step import begin, finish
+from ..state.batch import Batch
+from ..state.state import Entry, State
+from ..state.step import begin, finish
 from .qwen3_5 import Qwen35Params, decoder_layers
 from .qwen3_5_config import Qwen35Config
 

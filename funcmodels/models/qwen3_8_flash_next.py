@@ -27,7 +27,6 @@ from ..attention.qsa import (
     indexed_attention_spec,
     indexed_pages,
 )
-from ..batch import Batch
 from ..blocks.hyper_connection import HyperConnection, hyper_connection_spec, read_streams
 from ..blocks.linear import (
     Embedding,
@@ -43,8 +42,9 @@ from ..blocks.linear import (
 from ..blocks.mlp import SharedExpertMoe, moe, moe_spec
 from ..blocks.ngram_embedding import NgramEmbedding, NgramState, ngram_embedding, ngram_embedding_spec, ngram_state
 from ..output import LogitsOf, Output, Taps, head_logits
-from ..state import Entry, Recurrent, State
-from ..step import Step, begin, finish
+from ..state.batch import Batch
+from ..state.state import Entry, Recurrent, State
+from ..state.step import Step, begin, finish
 from .qwen3_8_flash_next_config import INDEXED, LINEAR, FlashNextConfig, indexed_by, read_config
 
 if TYPE_CHECKING:

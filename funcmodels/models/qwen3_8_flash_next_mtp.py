@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..batch import Batch
 from ..blocks.hyper_connection import read_streams
 from ..blocks.linear import head_weight, look_up, normalised, project
 from ..output import LogitsOf, Output, Taps, head_logits
-from ..state import Entry, State
-from ..step import begin, finish
+from ..state.batch import Batch
+from ..state.state import Entry, State
+from ..state.step import begin, finish
 from .qwen3_8_flash_next import FlashNextParams, Mtp, decoder_layer, index_entry, place_angles
 from .qwen3_8_flash_next_config import FlashNextConfig
 

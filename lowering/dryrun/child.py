@@ -17,12 +17,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from .. import stages
 from ..errors import LoweringError
+from ..explain import stages
+from ..explain.report import dry
+from ..explain.stages import Lowered
+from ..explain.trace import DryRun, Recorder, Shape
 from ..npu_reference.registration import give_shapes
-from ..report import dry
-from ..stages import Lowered
-from ..trace import DryRun, Recorder, Shape
 from .costs import NPU
 from .process import Answer, Failure, Request, kernels
 from .versions import problems

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from ..costs import ATEN, Arguments, Formulas, tensor_bytes
+from ..explain.costs import ATEN, Arguments, Formulas, tensor_bytes
 
 
 def _rows(a: Arguments) -> Iterator[tuple[int, int]]:

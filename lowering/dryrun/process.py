@@ -24,10 +24,10 @@ from params.spec import TensorSpec
 
 from .. import registry
 from ..errors import LoweringError
+from ..explain.stages import Lowered, argument_bytes
+from ..explain.trace import Shape
 from ..policy import Policy
-from ..stages import Lowered, argument_bytes
 from ..target import Target
-from ..trace import Shape
 from .stubs import stubs
 from .wheel import fetched
 

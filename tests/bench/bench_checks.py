@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import funcmodels as fm
-from funcmodels.batch import check_ids, check_layout
-from funcmodels.state import Growth, State, check_fresh, claim, new_version
+from funcmodels.state.batch import check_ids, check_layout
+from funcmodels.state.state import Growth, State, check_fresh, claim, new_version
 from tests import held_out
 from tests.bench.bench_round import PROMPT, Decoding
 from tests.bench.timing import best

@@ -22,7 +22,7 @@ import funcmodels as fm
 import lowering
 import params as checkpoints
 from params import tree
-from tests.graphs.twins import plain_kernels
+from tests.lowering.jit.twins import plain_kernels
 from tests.tiny import SIZES
 
 PROMPT = 32

@@ -23,7 +23,7 @@ import torch
 
 import funcmodels as fm
 import lowering
-from funcmodels.speculative import outputs_for
+from funcmodels.drafts.protocol import outputs_for
 from tests import held_out
 from tests.bench.timing import best
 

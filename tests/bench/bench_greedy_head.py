@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import funcmodels as fm
 import lowering
 from lowering import Policy, ops
+from lowering.explain.stages import flops
 from lowering.ops.greedy import own_logits
-from lowering.stages import flops
 from params.sharding import Vocabulary
 from params.shards import VocabularyWeight
 from params.tree import size

@@ -24,7 +24,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import (
 import funcmodels as fm
 import lowering
 from funcmodels.attention.kimi_delta import kimi_delta, kimi_delta_spec
-from funcmodels.step import begin
+from funcmodels.state.step import begin
 from lowering import ops
 from params import from_checkpoint
 from params.names.kimi_linear import NAMES

@@ -17,13 +17,13 @@ import funcmodels as fm
 import lowering
 import params
 from params.quant.values import Int4Weight, Int8Weight, MXFP4Weight, SplitWeight
+from tests.checkpoint.test_quantized import BOUNDS
 from tests.oracle import block_drafts
 from tests.oracle.families import assert_bitwise, close
 from tests.oracle.kimi_k3 import PREFIX, VISION, build, random_tensors, sizes
 from tests.oracle.kimi_k3 import run as transcribed
 from tests.oracle.qwen3_5 import Pair, tokens
 from tests.params.modelslim import export, mxfp4, write
-from tests.test_quantized import BOUNDS
 
 Tensors = dict[str, Tensor]
 FIELDS = sizes(2, routed_expert_hidden_size=14)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import funcmodels as fm
-from funcmodels.drafts import DFlashDraft, DSparkDraft, block_spec, read_config, with_context
 from funcmodels.drafts.block_config import DSPARK
+from funcmodels.drafts.named import DFlashDraft, DSparkDraft, block_spec, read_config, with_context
 from params import from_checkpoint
 from params.names.block_drafts import NAMES
 from tests.oracle.qwen3_5 import Pair

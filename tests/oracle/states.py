@@ -13,7 +13,7 @@ from torch import Tensor
 
 import funcmodels as fm
 import params
-from funcmodels.state import Appended, State
+from funcmodels.state.state import Appended, State
 from lowering.layouts import NzPages
 from tests.tolerances import assert_close
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import funcmodels as fm
 import params
-from funcmodels.loading import BUNDLED
+from funcmodels.checkpoint.loading import BUNDLED
 from params.guarded import NAME, check_plain, parsed, read_bytes
 from params.names.rules import Names, Plain
 

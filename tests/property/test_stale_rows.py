@@ -18,12 +18,12 @@ import pytest
 import torch
 
 import funcmodels as fm
-from funcmodels import state as states
-from funcmodels.pages import PagePool
-from funcmodels.rows import fork_into
-from funcmodels.state import State, overwritten_rows, rewound
-from funcmodels.step import begin, finish
-from funcmodels.token_log import stale_rows
+from funcmodels.state import state as states
+from funcmodels.state.pages import PagePool
+from funcmodels.state.rows import fork_into
+from funcmodels.state.state import State, overwritten_rows, rewound
+from funcmodels.state.step import begin, finish
+from funcmodels.state.token_log import stale_rows
 
 MAX_LEN = 24
 MOST_HELD = 6

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 import funcmodels as fm
-from funcmodels.pages import Lease, PagePool
+from funcmodels.state.pages import Lease, PagePool
 from tests.oracle.qwen3_5 import Pair, build, sizes
 from tests.oracle.states import ROUNDING, advance, per_row
 from tests.tolerances import assert_close

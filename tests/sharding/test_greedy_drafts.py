@@ -11,8 +11,8 @@ import torch
 import funcmodels as fm
 import lowering
 import params as trees
-from funcmodels.drafts import DFlashDraft, DSparkDraft, block_spec, read_config
-from funcmodels.speculative import DraftedParams
+from funcmodels.drafts.named import DFlashDraft, DSparkDraft, block_spec, read_config
+from funcmodels.drafts.protocol import DraftedParams
 from params.sharding import Ranks
 from tests.oracle import block_drafts
 from tests.oracle.qwen3_5 import Pair

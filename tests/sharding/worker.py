@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import funcmodels as fm
 import lowering
 import params as trees
-from funcmodels.drafts import NAMES, block_spec
-from funcmodels.speculative import outputs_for
+from funcmodels.drafts.named import NAMES, block_spec
+from funcmodels.drafts.protocol import outputs_for
 from lowering import ops
-from lowering.report import watch
+from lowering.explain.report import watch
 from tests.oracle import block_drafts
 from tests.oracle.qwen3_5 import Pair
 from tests.sharding.kinds import EXPERTS, HEADS, whole

@@ -1,0 +1,1 @@
+"""From logits to tokens: settings of a request, penalties, and draws with counted noise."""

@@ -1,0 +1,212 @@
+"""One forward's view of its rows: `begin` works it out once from state and batch, `finish` makes the new state.
+
+Everything a layer needs to know beside its own parameters and past is in a `Step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack, is_functorch_wrapped_tensor
+
+from lowering.host import HostLengths, valueless
+from lowering.ops.ragged import row_of_token
+from lowering.ops.sampling import mix
+from params.tree import leaves, map
+
+from ..errors import StateError
+from .batch import Batch, check_layout, check_room
+from .pages import Version
+from .rows import reserve
+from .state import (
+    Appended,
+    Entry,
+    Growth,
+    Recurrent,
+    State,
+    check_followed,
+    check_fresh,
+    check_usable,
+    claim,
+    grown,
+    host_lengths,
+    new_version,
+)
+from .token_log import TokenLog, written
+
+E = TypeVar("E", bound=Entry)
+A = TypeVar("A", bound=Appended)
+
+MAX_KEPT_STEPS = 16
+"""Most tokens a row may offer with `keep_steps` when a layer is recurrent: what kernels of the delta rule that go token
+by token are meant for. The window of a DFlash block, at its default size, is as long."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The rows of one forward.
+
+    `row` is each token's row (padding: the scratch row), `positions` its place in the row, `slots` where its
+    appended entries go. `lengths` count the new tokens. Without a state, `slots`, `lengths` and `page_table` are None.
+    """
+
+    query_start: Int[Tensor, " ends"]
+    positions: Int[Tensor, " tokens"]
+    row: Int[Tensor, " tokens"]
+    max_query: int
+    uniform: bool
+    keep_steps: bool
+    lengths: Int[Tensor, " rows"] | None = None
+    page_table: Int[Tensor, "rows max_pages"] | None = None
+    slots: Int[Tensor, " tokens"] | None = None
+    host: HostLengths | None = None
+    log: TokenLog | None = None
+    state: State | None = None
+    growth: Growth | None = None
+    version: Version | None = None
+
+    def past(self, layer: int, kind: type[E]) -> E | None:
+        """The entry of `layer` before this forward, None without a state. `StateError` unless it is of that kind."""
+        if self.state is None:
+            return None
+        if layer >= len(self.state.layers):
+            raise StateError(_other_model(self.state, f"more than {layer}"))
+        entry = self.state.layers[layer]
+        if not isinstance(entry, kind):
+            raise StateError(
+                f"the state's entry for layer {layer} is {type(entry).__name__}, the layer needs {kind.__name__}; make "
+                "the state with the init_state of a model whose config is that of the parameters"
+            )
+        return entry
+
+
+def begin(state: State | None, batch: Batch, keep_steps: bool = False) -> Step:
+    """Check the call, reserve pages, and lay out the rows."""
+    check_layout(batch)
+    tokens = batch.tokens.shape[0]
+    row = _rows_of(batch)
+    if state is None:
+        if keep_steps:
+            raise StateError("keep_steps=True needs a state to commit; pass one, or leave keep_steps out")
+        offset = torch.arange(tokens, device=row.device) - batch.query_start[row.clamp(max=batch.rows - 1)]
+        return Step(batch.query_start, offset, row, batch.max_query, batch.uniform, False)
+    check_followed()
+    state, growth = ready(state, batch, keep_steps)
+    version = new_version(state.host, growth)
+    if not valueless(state.lengths):
+        claim(state.host, growth.most, version)
+    new = batch.query_start.diff()
+    first = torch.cat((state.lengths, state.lengths.new_zeros(1)))
+    start = batch.query_start
+    positions = first[row] + torch.arange(tokens, device=row.device, dtype=torch.int32) - start[row]
+    slots = _slots(state, row, positions)
+    log = state.log
+    if log is not None:
+        log = written(log, _hashes(batch, positions), slots, row, start, batch.max_query if keep_steps else None)
+    return Step(
+        start, positions, row, batch.max_query, batch.uniform, keep_steps, state.lengths + new, state.page_table,
+        slots, host_lengths(state, growth), log, state, growth, version,
+    )  # fmt: skip
+
+
+def ready(state: State, batch: Batch, keep_steps: bool) -> tuple[State, Growth]:
+    """What the host does before a forward: check, and reserve pages. The state with them, and each row's new tokens."""
+    growth = _checked_growth(state, batch, keep_steps)
+    check_fresh(state)
+    return reserve(state, growth.most), growth
+
+
+def finish(step: Step, layers: Sequence[Entry | None]) -> State | None:
+    """The state after the forward, with the layers' new entries."""
+    if step.state is None or step.growth is None or step.version is None:
+        return None
+    entries = tuple(entry for entry in layers if entry is not None)
+    if len(entries) != len(step.state.layers):
+        raise StateError(_other_model(step.state, str(len(entries))))
+    new = step.query_start.diff()
+    return grown(step.state, entries, step.log, new, step.growth, step.version, step.keep_steps)
+
+
+def writable(pages: A, *made: Tensor) -> A:
+    """`pages` to write new tokens to in place; a copy under autograd, where a backward reads them as they were.
+
+    `made` are all the tensors that the layer puts into the pages, or attends to them with.
+    """
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*made, *leaves(pages))):
+        return map(torch.clone, pages)
+    return pages
+
+
+def text_positions(batch: Batch, step: Step) -> Int[Tensor, " tokens"]:
+    """Rotary positions of a model of text: the batch's own, or the tokens' places. `ValueError` for those of images."""
+    if batch.positions is None:
+        return step.positions
+    if batch.positions.shape[0] != 1:
+        raise ValueError(
+            f"positions have {batch.positions.shape[0]} axes, and this model takes those of text; give one axis, or "
+            "leave them out"
+        )
+    return batch.positions[0]
+
+
+def _other_model(state: State, layers: str) -> str:
+    return (
+        f"the state has entries for {len(state.layers)} layers, the parameters have {layers}; make the state with the "
+        "init_state of a model whose config is that of the parameters"
+    )
+
+
+def _rows_of(batch: Batch) -> Tensor:
+    tokens = batch.tokens.shape[0]
+    if batch.uniform and batch.max_query == 1:
+        return torch.arange(tokens, device=batch.tokens.device)
+    return row_of_token(batch.query_start, tokens)
+
+
+def _checked_growth(state: State, batch: Batch, keep_steps: bool) -> Growth:
+    check_usable(state)
+    _check_transforms(state)
+    growth = Growth.of(batch)
+    check_room(state, growth.most)
+    recurrent = any(isinstance(entry, Recurrent) for entry in state.layers)
+    if keep_steps and recurrent and batch.max_query > MAX_KEPT_STEPS:
+        raise ValueError(
+            f"keep_steps=True with {batch.max_query} new tokens in a row; at most {MAX_KEPT_STEPS} can be kept. "
+            "Run the prompt without keep_steps, then the window to verify with it"
+        )
+    return growth
+
+
+def _check_transforms(state: State) -> None:
+    stack = get_interpreter_stack()
+    if not stack:
+        return
+    if any(level.key() == TransformType.Vmap for level in stack):
+        raise StateError("a state's pages cannot be mapped over by torch.func.vmap; pass state=None to train or score")
+    if not is_functorch_wrapped_tensor(state.lengths):
+        raise StateError(
+            "a state made outside a function transform cannot be written inside it; pass state=None to "
+            "train or score, or make the state inside the transformed function"
+        )
+
+
+def _slots(state: State, row: Tensor, positions: Tensor) -> Tensor:
+    page, offset = positions // state.page_size, positions % state.page_size
+    live = row < state.rows
+    table = state.page_table[row.clamp(max=state.rows - 1), torch.where(live, page, 0).long()]
+    # Padding goes to the scratch page, spread over it, at slots that no row ever reads.
+    scratch = torch.arange(row.shape[0], device=row.device) % state.page_size
+    return torch.where(live, table.long() * state.page_size + offset, scratch)
+
+
+def _hashes(batch: Batch, positions: Tensor) -> Tensor:
+    """A hash of each token at its place, and at its rotary positions where those are given."""
+    hashes = mix(batch.tokens, positions)
+    for axis in () if batch.positions is None else batch.positions:
+        hashes = mix(hashes, axis)
+    return hashes

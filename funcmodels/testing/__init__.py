@@ -1,0 +1,1 @@
+"""Shape checks, for tests and notebooks."""

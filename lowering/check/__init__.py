@@ -1,0 +1,1 @@
+"""The device check: kernels beside their op's reference on the machine at hand."""

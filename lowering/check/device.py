@@ -1,0 +1,161 @@
+"""The device check: every kernel against its op's reference, on the device that is here."""
+
+from __future__ import annotations
+
+import functools
+import json
+import platform
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import Tensor
+
+from params import tree
+
+from .. import cases, registry
+from .. import target as targets
+from ..cases import Case
+from ..explain.sheet import Sheet
+from ..op import Kernel
+from ..policy import use
+from ..target import Target
+from .comparison import Expected, Fault, Outcome, duration, number, outcome_of, prepared
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The outcomes so far, the machine they were found on, and how many there will be."""
+
+    environment: dict[str, str]
+    outcomes: tuple[Outcome, ...]
+    planned: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything was run, nothing failed and every bound was kept."""
+        return len(self.outcomes) == self.planned and all(outcome.ok for outcome in self.outcomes)
+
+    def sheet(self) -> Sheet:
+        """One row a kernel."""
+        groups: dict[tuple[str, str], list[Outcome]] = {}
+        for outcome in self.outcomes:
+            groups.setdefault((outcome.op, outcome.kernel), []).append(outcome)
+        rows = [_summary(op, kernel, found) for (op, kernel), found in groups.items()]
+        marked = [index for index, found in enumerate(groups.values()) if not all(outcome.ok for outcome in found)]
+        device, target = self.environment["device"], targets.named(self.environment["target"])
+        through = "" if device.startswith(target.device) else ", through CPU references of its operators"
+        title = f"kernels of {target} on {device}{through}"
+        broken = sum(not outcome.ok for outcome in self.outcomes)
+        count, refused = len(self.outcomes), sum(outcome.refused is not None for outcome in self.outcomes)
+        notes = [f"{broken} of {count} cases failed" if broken else f"all {count} cases hold, {refused} by a refusal"]
+        notes += [f"NOT FINISHED: {self.planned - count} of {self.planned} were not run"] * (count < self.planned)
+        columns = ("op", "kernel", "ran", "refused", "largest error", "bound there", "fastest", "slowest", "remarks")
+        return Sheet(title, columns, rows, numbers=columns[2:-1], marked=marked, notes=notes)
+
+    def details(self) -> Sheet:
+        """One row a case, those that failed first."""
+        ordered = sorted(self.outcomes, key=lambda outcome: outcome.ok)
+        rows = [
+            (x.op, x.kernel, x.case, x.dtype, number(x.error), number(x.bound), duration(x.seconds),
+             x.failed or x.refused or "")
+            for x in ordered
+        ]  # fmt: skip
+        marked = [index for index, outcome in enumerate(ordered) if not outcome.ok]
+        columns = ("op", "kernel", "case", "dtype", "largest error", "bound", "time", "remarks")
+        return Sheet("every case", columns, rows, numbers=columns[4:7], marked=marked)
+
+    def environment_sheet(self) -> Sheet:
+        """What it ran on."""
+        return Sheet("environment", ("what", "value"), list(self.environment.items()))
+
+    def json(self) -> str:
+        """Everything, for programs."""
+        outcomes = [asdict(x) for x in self.outcomes]
+        return json.dumps({"environment": self.environment, "planned": self.planned, "outcomes": outcomes}, indent=1)
+
+    def __repr__(self) -> str:
+        return self.sheet().drawn()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kernel to run on one case in one dtype."""
+
+    case: Case
+    dtype: torch.dtype
+    kernel: Kernel
+
+    @property
+    def blank(self) -> Outcome:
+        """Its outcome, yet to be filled in."""
+        return Outcome(self.case.op, self.kernel.name, self.case.name, str(self.dtype).removeprefix("torch."))
+
+
+def planned(device: torch.device, target: Target, only: Collection[str] = ()) -> list[Step]:
+    """Every kernel of `target` on every case, or on those of the ops `only`; `LoweringError` for an unknown op."""
+    dtypes = (torch.float32, torch.bfloat16) + (() if device.type == "cpu" else (torch.float16,))
+    names = {registry.find(name).name for name in only}
+    return [
+        Step(case, dtype, kernel)
+        for case in cases.CASES
+        for dtype in dtypes
+        for kernel in registry.find(case.op).serving(target)
+        if not names or case.op in names
+    ]
+
+
+def check_device(device: torch.device, target: Target, only: Collection[str] = ()) -> Checked:
+    """Run every kernel of `target` on every case, on `device`, in this process.
+
+    An Ascend target on a CPU needs the CPU references of its operators loaded (`lowering.npu_reference.load`).
+    """
+    steps = planned(device, target, only)
+    return Checked(environment(device, target), tuple(checked(step, device, target) for step in steps), len(steps))
+
+
+def checked(step: Step, device: torch.device, target: Target) -> Outcome:
+    """The outcome of one step, whatever it raises."""
+    with use(target=target), torch.no_grad():
+        with Fault() as fault:
+            expected = _expected(step.case, step.dtype)
+        if fault.words is not None:
+            return replace(step.blank, failed=f"the case or the reference: {fault.words}")
+        with Fault() as fault:
+            args, kwargs = step.case.arguments(step.dtype)
+            args, kwargs = tree.map(lambda x: x.to(device) if isinstance(x, Tensor) else x, (args, kwargs))
+            args = prepared(registry.find(step.case.op), step.kernel, args)
+            return outcome_of(step.kernel, target, args, kwargs, expected, step.blank)
+        return replace(step.blank, failed=fault.words)
+
+
+@functools.lru_cache(maxsize=1)
+def _expected(case: Case, dtype: torch.dtype) -> Expected:
+    """Kernels of one case follow each other."""
+    return Expected.of(registry.find(case.op), *case.arguments(dtype), case.length)
+
+
+def _summary(op: str, kernel: str, found: Sequence[Outcome]) -> tuple[str, ...]:
+    ran = [x for x in found if x.error is not None]
+    refused = [x.refused for x in found if x.refused]
+    nearest = max(ran, key=lambda x: (x.error or 0) / (x.bound or 1), default=None)
+    times = [x.seconds for x in ran if x.seconds is not None]
+    remarks = [f"{x.case}, {x.dtype}: {x.failed}" for x in found if x.failed]
+    remarks += [f"{x.case}, {x.dtype}: over the bound" for x in ran if not x.ok]
+    # A sentence says which sizes a kernel was refused for, so that of one case stands for the others.
+    remarks += [f"refused, for one: {refused[0]}"] if refused else []
+    error, most = (None, None) if nearest is None else (nearest.error, nearest.bound)
+    spans = (duration(min(times, default=None)), duration(max(times, default=None)))
+    return op, kernel, str(len(ran)), str(len(refused)), number(error), number(most), *spans, "\n".join(remarks)
+
+
+def environment(device: torch.device, target: Target) -> dict[str, str]:
+    """What a report says about the machine."""
+    found = {
+        "device": str(device), "target": target.name, "machine": target.title, "torch_npu": target.torch_npu,
+        "CANN": target.cann, "torch": torch.__version__, "python": platform.python_version(),
+        "platform": platform.platform(), "processor": platform.processor(), "threads": str(torch.get_num_threads()),
+        "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+    }  # fmt: skip
+    return {name: value for name, value in found.items() if value}

@@ -1,0 +1,112 @@
+"""Every kernel against its op's reference, on every case; a refused case shows the kernel's own reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import lowering
+from lowering import OPS, LoweringError, Policy
+from lowering.check.comparison import prepared
+from lowering.op import REFERENCE, Kernel
+from lowering.target import TARGETS
+from params import tree
+from params.shards import AddendWeight, SomeExperts, VocabularyWeight
+from tests.cases import CASES, Case, live
+from tests.tolerances import assert_close
+
+SHARED = (AddendWeight, VocabularyWeight, SomeExperts)
+"""Weights of several ranks, and below the ops that exchange between them: tests/sharding runs these on ranks."""
+COLLECTIVES = ("all_gather", "all_reduce", "from_first")
+KERNELS = [
+    kernel
+    for op in OPS.values()
+    for kernel in op.kernels.values()
+    if kernel.name != REFERENCE and not any(kind in SHARED for kind in kernel.weights)
+]
+PAIRS = [
+    pytest.param(case, kernel, id=f"{case}-{kernel.name}")
+    for case in CASES
+    for kernel in OPS[case.op].serving("cpu")
+    if kernel.name != REFERENCE
+]
+
+
+def laid_out(kernel: Kernel, case: Case, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The case's arguments, its weights in the kernel's layout where it makes one."""
+    args, kwargs = case.arguments(dtype)
+    return prepared(OPS[case.op], kernel, args), kwargs
+
+
+@pytest.mark.plain  # test_types runs the same pairs with checks
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize(("case", "kernel"), PAIRS)
+def test_a_kernel_equals_the_reference(case: Case, kernel: Kernel, dtype: torch.dtype) -> None:
+    """Or refuses the case with one sentence, which asking for it by name then raises."""
+    op = OPS[case.op]
+    args, kwargs = laid_out(kernel, case, dtype)
+    reason = kernel.refuse(*args, **kwargs) if kernel.refuse else None
+    with lowering.use(Policy({case.op: kernel.name})):
+        if reason is not None:
+            print(f"{case}: {kernel.name}: {reason}")
+            with pytest.raises(LoweringError) as error:
+                op(*args, **kwargs)
+            assert reason in str(error.value)
+            return
+        actual = op(*args, **kwargs)
+    plain, kwargs = case.arguments(dtype)
+    assert_close(live(case.op, actual), live(case.op, op.body(*plain, **kwargs)), length=case.length)
+
+
+@pytest.fixture
+def poisoned() -> Iterator[Callable[[], None]]:
+    """Called, makes Torch fill all memory that it hands out, with NaN or the largest integer."""
+    yield lambda: torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("name", sorted({case.op for case in CASES}))
+def test_nothing_that_is_returned_was_never_written(name: str, poisoned: Callable[[], None]) -> None:
+    """Every kernel gives the same in memory full of NaN: padding, scratch rows and scratch pages too."""
+    calls = []
+    for kernel in OPS[name].serving("cpu"):
+        cases = [case for case in CASES if case.op == name and not case.bench]
+        each = [(case, kernel, *laid_out(kernel, case, torch.float32)) for case in cases[:: max(1, len(cases) // 8)]]
+        taken = [call for call in each if kernel.refuse is None or kernel.refuse(*call[2], **call[3]) is None]
+        calls += [(case, kernel, kernel.run(*args, **kwargs)) for case, kernel, args, kwargs in taken]
+    poisoned()
+    for case, kernel, expected in calls:
+        args, kwargs = laid_out(kernel, case, torch.float32)
+        assert tree.equal(kernel.run(*args, **kwargs), expected), f"{case} {kernel.name}"
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_a_kernel_takes_at_least_one_case(kernel: Kernel) -> None:
+    """A kernel that no case reaches is not tested."""
+    (name,) = [op.name for op in OPS.values() if kernel in op.kernels.values()]
+    taken = []
+    for case in CASES:
+        if case.op == name:
+            for dtype in (torch.float32, torch.bfloat16):
+                args, kwargs = case.arguments(dtype) if kernel.operators else laid_out(kernel, case, dtype)
+                taken.append(kernel.refuse is None or kernel.refuse(*args, **kwargs) is None)
+    assert any(taken)
+
+
+def test_every_op_has_cases() -> None:
+    """No op is left out, and no case names an op that does not exist."""
+    assert {case.op for case in CASES} == set(OPS) - set(COLLECTIVES)
+
+
+def test_the_table_lists_every_kernel() -> None:
+    """One row an op, one column a target that is not refused."""
+    lines = lowering.table().splitlines()
+    assert len(lines) == 2 + len(OPS)
+    assert "ascend310p" not in lines[0] and all(name in lines[0] for name, t in TARGETS.items() if not t.refused)
+    for op in OPS.values():
+        (row,) = [line for line in lines if line.startswith(f"| `{op.name}` |")]
+        assert all(f"`{kernel}`" in row for kernel in op.kernels)
