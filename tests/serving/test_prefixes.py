@@ -110,7 +110,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
     """The pools that were made, that of the model's state before that of the draft's."""
     made: list[Watched] = []
     monkeypatch.setattr(Watched, "made", made, raising=False)
-    for module in ("model", "state"):
+    for module in ("model", "state.state"):
         monkeypatch.setattr(f"funcmodels.{module}.PagePool", Watched)
     return made
 

@@ -16,7 +16,7 @@ from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
 import funcmodels as fm
 import lowering
-from lowering.jit import backends as graphs
+from lowering.jit import jitted
 from params import tree
 from tests.lowering.jit.test_whole_round import begun
 from tests.oracle.mtp import MtpPair, small
@@ -159,7 +159,7 @@ class Failing:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at: int | None = None
         self.writes = 0
-        self.trace: Callable[..., Any] = graphs.trace
+        self.trace: Callable[..., Any] = jitted.trace
         monkeypatch.setattr("lowering.jit.jitted.trace", self.traced)
 
     def traced(self, *args: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import funcmodels as fm
 import lowering
-from lowering.jit import backends as graphs
+from lowering.jit import program
 from tests.lowering.jit.twins import Twins, plain_kernels
 from tests.oracle.mtp import small
 from tests.oracle.qwen3_5 import Pair
@@ -75,7 +75,7 @@ def test_a_decode_loop_captures_once(monkeypatch: pytest.MonkeyPatch) -> None:
         traced.append(args)
         return trace(*args)
 
-    trace = graphs.trace
+    trace = program.trace
     monkeypatch.setattr("lowering.jit.jitted.trace", counted)
     twins = Twins(small("dense"), 5, rows=2, max_len=40, page_size=3)
     twins.forward([5, 3])
