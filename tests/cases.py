@@ -1,22 +1,10 @@
 """The argument sets of every op, which the package holds so that an installed one can check a device."""
 
-from lowering.cases import (
-    CASES,
-    DECODE_1,
-    DECODE_8,
-    PROMPT,
-    ROWS,
-    VERIFY,
-    Arguments,
-    Case,
-    Draw,
-    Rows,
-    cases_of,
-    delta,
-    faded,
-    latent_rows,
-    paged,
-)
+from lowering.cases import CASES, cases_of
+from lowering.cases.attention import paged
+from lowering.cases.case import DECODE_1, DECODE_8, PROMPT, ROWS, VERIFY, Arguments, Case, Draw, Rows
+from lowering.cases.delta import delta, faded
+from lowering.cases.mla import latent_rows
 from lowering.check.comparison import live
 
 __all__ = [

@@ -160,7 +160,7 @@ def test_functions_are_shipped_bare() -> None:
 
 MADE = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm",
         "scalar_tensor", "tensor", "zeros"}  # fmt: skip
-CPU_ONLY = ("lowering/cases.py", "lowering/npu_reference/")
+CPU_ONLY = ("lowering/cases/", "lowering/npu_reference/")
 """Cases and the references of NPU operators, which run under `torch.device("cpu")`."""
 
 

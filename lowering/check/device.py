@@ -16,7 +16,7 @@ from params import tree
 
 from .. import cases, registry
 from .. import target as targets
-from ..cases import Case
+from ..cases.case import Case
 from ..explain.sheet import Sheet
 from ..op import Kernel
 from ..policy import use

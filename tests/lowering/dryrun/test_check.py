@@ -18,10 +18,10 @@ import lowering
 from lowering import LoweringError, cases, ops
 from lowering import __main__ as commands
 from lowering.__main__ import main
-from lowering.cases import CASES, VERIFY, Case, Draw, delta
 from lowering.check import comparison, journal
 from lowering.check import device as check
 from lowering.target import TARGETS
+from tests.cases import CASES, VERIFY, Case, Draw, delta
 
 CPU = torch.device("cpu")
 FEW = tuple(case for case in CASES if case.op in ("geglu", "route_softmax", "write_pages") and not case.bench)

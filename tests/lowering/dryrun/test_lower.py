@@ -14,11 +14,11 @@ from torch import Tensor
 import funcmodels as fm
 import lowering
 from lowering import OPS, LoweringError, Policy, ops
-from lowering.cases import Draw, Rows, delta, paged
 from lowering.dryrun import process, versions
 from lowering.npu.features import recorded
 from lowering.target import ASCEND, named
 from params import TensorSpec, leaves
+from tests.cases import Draw, Rows, delta, paged
 from tests.lowering.dryrun import programs
 from tests.tiny import SIZES
 

@@ -18,7 +18,6 @@ import lowering
 from funcmodels.blocks.linear import Linear
 from funcmodels.blocks.mlp import Experts
 from lowering import LoweringError, ops
-from lowering.cases import Draw
 from lowering.ops.quant import integer_product
 from lowering.portable.quant import MXMatrix, PackedInt8
 from params import tree
@@ -33,6 +32,7 @@ from params.quant.values import (
     dequantized,
     mx_values,
 )
+from tests.cases import Draw
 from tests.tolerances import assert_close
 
 pytestmark = [
