@@ -19,8 +19,9 @@ from .drafts.round import Round
 from .errors import OutOfPages, StaleStateError, StateError
 from .model import Model, build
 from .output import Output
+from .sampling.draws import CoupledNoise, DraftNoise, sample
 from .sampling.penalties import TokenCounts
-from .sampling.settings import CoupledNoise, DraftNoise, RowSampling, Sampling, sample
+from .sampling.settings import RowSampling, Sampling
 from .serving.generation import generate, requests_of, serve
 from .serving.requests import Event, Request, Result
 from .state.batch import Batch, check

@@ -39,7 +39,7 @@ from ..blocks.linear import (
 from ..blocks.mlp import Mlp, mlp, mlp_spec
 from ..model import Model, at_least_one
 from ..output import Output
-from ..sampling.settings import DraftNoise
+from ..sampling.draws import DraftNoise
 from ..state.batch import Batch
 from ..state.state import State, check_usable, commit, like, rewound
 from ..state.step import Step, begin, finish, text_positions, writable

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..errors import StateError
 from ..output import Output
-from ..sampling.settings import DraftNoise
+from ..sampling.draws import DraftNoise
 from ..state.batch import Batch
 from ..state.state import State
 from .protocol import Carry

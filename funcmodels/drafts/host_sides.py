@@ -11,7 +11,7 @@ from torch import Tensor
 from lowering import HostSide
 
 from ..output import Output
-from ..sampling.settings import DraftNoise
+from ..sampling.draws import DraftNoise
 from ..state.batch import Batch
 from ..state.host_sides import Fit, padded, prepared, with_room
 from ..state.state import Growth, State, claim, committed_host, known, new_version, replayed

@@ -19,7 +19,7 @@ from params.modes import lasting
 
 from ..model import Model, MtpHead, S, at_least_one
 from ..output import LogitsOf, Output
-from ..sampling.settings import DraftNoise
+from ..sampling.draws import DraftNoise
 from ..state.batch import Batch, check_room
 from ..state.state import State, check_usable, commit, like, rewound
 from .checks import check_carry, check_empty, check_noise, check_output

@@ -25,18 +25,9 @@ from lowering.ops.sampling import first_of
 from params.tree import map, tree
 
 from ..output import Output
+from ..sampling.draws import DraftNoise, adjusted, coins, finite, keys_of, law, sample
 from ..sampling.penalties import TokenCounts
-from ..sampling.settings import (
-    DraftNoise,
-    RowSampling,
-    Sampling,
-    adjusted,
-    coins,
-    finite,
-    keys_of,
-    law,
-    sample,
-)
+from ..sampling.settings import RowSampling, Sampling
 from ..state.batch import Batch
 from ..state.state import State
 

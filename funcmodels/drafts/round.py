@@ -22,7 +22,9 @@ from torch import Tensor
 from lowering import HostSide, host_side
 
 from ..model import Model
-from ..sampling.settings import CoupledNoise, DraftNoise, RowSampling, TokenCounts
+from ..sampling.draws import CoupledNoise, DraftNoise
+from ..sampling.penalties import TokenCounts
+from ..sampling.settings import RowSampling
 from ..state.host_sides import with_room
 from ..state.state import (
     Growth,

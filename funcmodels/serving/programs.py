@@ -26,8 +26,9 @@ from ..drafts.protocol import Draft, outputs_for
 from ..drafts.round import Round
 from ..model import Model
 from ..output import Output
+from ..sampling.draws import sample
 from ..sampling.penalties import TokenCounts
-from ..sampling.settings import RowSampling, Sampling, sample
+from ..sampling.settings import RowSampling, Sampling
 from ..state.batch import Batch
 from ..state.host_sides import forward_on_host
 from ..state.state import State

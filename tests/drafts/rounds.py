@@ -11,7 +11,7 @@ from torch import Tensor
 
 import funcmodels as fm
 from funcmodels.drafts.protocol import outputs_for
-from funcmodels.sampling.settings import noise
+from funcmodels.sampling.draws import noise
 from tests.oracle.states import ROUNDING, advance
 from tests.tolerances import assert_close, bound
 

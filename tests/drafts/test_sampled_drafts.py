@@ -12,7 +12,7 @@ from torch import Tensor
 
 import funcmodels as fm
 from funcmodels.drafts import protocol as speculative
-from funcmodels.sampling import settings as sampling
+from funcmodels.sampling import draws as sampling
 from lowering import ops
 from lowering.ops.sampling import exponentials, first_of
 from tests.drafts.test_law import merged

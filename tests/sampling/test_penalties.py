@@ -17,7 +17,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsPro
 
 import funcmodels as fm
 from funcmodels import RowSampling, Sampling, TokenCounts, sample
-from funcmodels.sampling import settings as sampling
+from funcmodels.sampling import draws as sampling
 from tests.sampling.test_sampling import chi_square, expected_law
 
 VOCAB = 23

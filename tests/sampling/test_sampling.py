@@ -15,7 +15,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcmodels import RowSampling, Sampling, TokenCounts, sample
-from funcmodels.sampling import settings as sampling
+from funcmodels.sampling import draws as sampling
 from lowering.ops import sampling as hashed
 
 MASK = 2**64 - 1

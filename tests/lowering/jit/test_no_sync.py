@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import funcmodels as fm
 import lowering
-from funcmodels.sampling.settings import law
+from funcmodels.sampling.draws import law
 from params import tree
 from tests.oracle.mtp import MtpPair, small
 

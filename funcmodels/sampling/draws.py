@@ -1,0 +1,181 @@
+"""Sampling: from logits to tokens, as one pure function of logits, settings and counters.
+
+The order is: logit bias, penalties, temperature, top-k, top-p, min-p, draw. The noise of a draw is a hash of (seed,
+request, position, token) and of nothing else, so a token does not depend on which rows share a batch, in which order,
+how a batch is padded, or whether an argmax draft proposed it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lowering import ops
+from lowering.ops.sampling import exponentials, first_of, mix, scaled_down
+from lowering.ops.widen import wide
+from params.tree import tree
+
+from .penalties import TokenCounts
+from .settings import RowSampling, Sampling
+
+
+def adjusted(
+    logits: Float[Tensor, "rows window vocab"],
+    sampling: RowSampling,
+    counts: TokenCounts | None,
+    drafts: Int[Tensor, "rows drafts"],
+) -> tuple[Float[Tensor, "rows window vocab"], RowSampling]:
+    """Logits with bias and penalties, each place given the drafts before it; and the settings that are left to do.
+
+    The bias comes first, as in vLLM and transformers: what a repetition penalty scales is the logit with its bias.
+    `ValueError` for penalties without counts of these rows and this vocabulary.
+    """
+    if sampling.bias is None and sampling.penalties is None:
+        return logits, sampling
+    if sampling.bias is not None:
+        logits = sampling.bias.added(wide(logits))
+    if sampling.penalties is not None:
+        rows, _, vocab = logits.shape
+        if counts is None or counts.output.shape != (rows, vocab):
+            given = "none" if counts is None else f"those of {list(counts.output.shape)}"
+            raise ValueError(
+                f"sampling asks for penalties, which need counts of [{rows}, {vocab}] tokens, and was given {given}; "
+                "make them with TokenCounts.of(prompts, vocab), and add each round's tokens"
+            )
+        logits = sampling.penalties.applied(wide(logits), counts, drafts)
+    return logits, replace(sampling, bias=None, penalties=None)
+
+
+def sample(
+    logits: Float[Tensor, "rows vocab"],
+    sampling: Sampling | RowSampling,
+    requests: Int[Tensor, " rows"],
+    positions: Int[Tensor, " rows"],
+    counts: TokenCounts | None = None,
+) -> Int[Tensor, " rows"]:
+    """A token for each row of logits, by the row's settings; float32 inside or wider, nothing is read from a device.
+
+    `positions` are the places in their sequences that the tokens will take; `requests` tell sequences with one seed
+    apart; `counts` are what penalties go by. A logit of -inf forbids its token. A row without a choice gives -1: one
+    whose largest logit, after bias and penalties, is NaN or infinite.
+    """
+    logits, sampling = _adjusted_rows(logits, sampling, counts)
+    if sampling.greedy:
+        tokens = logits.argmax(-1)
+    else:
+        keys = keys_of(sampling.seed, requests, positions)
+        temperature, k, p, min_p, hints = sampling.filters()
+        tokens = ops.draw(logits, keys, temperature, k, p, min_p, **hints)
+        if sampling.mixed:
+            tokens = torch.where(sampling.temperature == 0, logits.argmax(-1), tokens)
+    return torch.where(finite(logits), tokens, -1)
+
+
+def law(
+    logits: Float[Tensor, "rows vocab"], sampling: RowSampling, counts: TokenCounts | None = None
+) -> Float[Tensor, "rows vocab"]:
+    """The probabilities that `sample` draws from. A greedy row has all its mass on one token."""
+    return law_logits(*_adjusted_rows(logits, sampling, counts)).softmax(-1)
+
+
+def _adjusted_rows(
+    logits: Tensor, sampling: Sampling | RowSampling, counts: TokenCounts | None
+) -> tuple[Tensor, RowSampling]:
+    if isinstance(sampling, Sampling):
+        sampling = RowSampling.of([sampling] * logits.shape[0], logits.device)
+    none = torch.zeros(logits.shape[0], 0, dtype=torch.int64, device=logits.device)
+    changed, sampling = adjusted(logits[:, None], sampling, counts, none)
+    return changed[:, 0], sampling
+
+
+def finite(logits: Float[Tensor, "rows vocab"]) -> Bool[Tensor, " rows"]:
+    """Whether a row's largest logit is a finite number."""
+    return logits.amax(-1).isfinite()
+
+
+def law_logits(logits: Float[Tensor, "rows vocab"], sampling: RowSampling) -> Float[Tensor, "rows vocab"]:
+    """Logits whose softmax is the law: the largest is 0, filtered tokens have -inf, as have all but one when greedy.
+
+    Bias and penalties must have been applied.
+    """
+    temperature, k, p, min_p, hints = sampling.filters()
+    scaled = scaled_down(logits, temperature)
+    keep = scaled >= -torch.inf
+    if k is not None or p is not None:
+        keep = ops.keep_top(scaled, k, p, **hints)
+    if min_p is not None:
+        keep = keep & (scaled >= min_p.log()[:, None])
+    if sampling.greedy or sampling.mixed:
+        is_best = torch.arange(logits.shape[1], device=logits.device) == logits.argmax(-1, keepdim=True)
+        keep = torch.where(sampling.temperature[:, None] == 0, is_best, keep)
+    return torch.where(keep, scaled, -torch.inf)
+
+
+DRAFT, COIN = -1, -2
+"""Streams of noise beside that of `sample`. Counters of tokens start at 0, so theirs are never met by a token's."""
+
+
+def keys_of(seeds: Tensor, requests: Tensor, positions: Tensor, stream: int | None = None) -> Tensor:
+    """What the noise of a place is keyed by, in the stream of `sample` or in another; the counters broadcast."""
+    keys = mix(mix(seeds, requests), positions)
+    return keys if stream is None else mix(keys, torch.full_like(keys, stream))
+
+
+def noise(
+    seeds: Int[Tensor, " rows"], requests: Int[Tensor, " rows"], positions: Int[Tensor, " rows"], vocab: int
+) -> Float[Tensor, "rows vocab"]:
+    """What `sample` draws with: the standard exponential number of each (seed, request, position, token)."""
+    keys = keys_of(seeds, requests, positions)
+    return exponentials(keys[:, None], torch.arange(vocab, device=keys.device))
+
+
+def coins(
+    seeds: Int[Tensor, " rows"], requests: Int[Tensor, " rows"], positions: Int[Tensor, "rows drafts"]
+) -> Float[Tensor, "rows drafts"]:
+    """Independent uniform numbers in [0, 1), one for each (seed, request, position)."""
+    bits = keys_of(seeds[:, None], requests[:, None], positions, COIN)
+    return ((bits >> 40) & 0xFF_FFFF).float() * 2**-24  # 24 bits are exact in float32: none rounds to 1
+
+
+@tree
+class DraftNoise:
+    """What sampled drafts are drawn with: settings and request of each row, those that `verify` is given.
+
+    The noise is a hash of (seed, request, position, token) as in `sample`, in a stream of its own.
+    """
+
+    sampling: RowSampling
+    requests: Int[Tensor, " rows"]
+
+    def draw(
+        self, logits: Float[Tensor, "rows vocab"], positions: Int[Tensor, " rows"]
+    ) -> tuple[Int[Tensor, " rows"], Float[Tensor, "rows vocab"] | None]:
+        """A token a row for the places `positions`, and logits whose softmax is the law it was drawn from.
+
+        That law has the row's temperature, filters and bias, not its penalties. A greedy row's is all on one token.
+        None in its place says that the token is to be compared with the model's own.
+        """
+        changed, settings = _adjusted_rows(logits, replace(self.sampling, penalties=None), None)
+        kept_logits = law_logits(changed, settings)
+        keys = keys_of(settings.seed, self.requests, positions, DRAFT)
+        # A row without a choice proposes some token: that it has none is for `verify` to say.
+        return first_of(kept_logits, kept_logits > -torch.inf, keys).clamp(min=0), kept_logits
+
+
+@tree
+class CoupledNoise(DraftNoise):
+    """The noise that `sample` will draw the model's own token of each place with, to guess that token by.
+
+    Where the draft's law is like the model's, one noise picks one token from both. What is proposed is compared and
+    never accepted for its law, so the tokens stay those of plain decoding (Daliri et al. 2024, drafter-invariant).
+    """
+
+    def draw(
+        self, logits: Float[Tensor, "rows vocab"], positions: Int[Tensor, " rows"]
+    ) -> tuple[Int[Tensor, " rows"], Float[Tensor, "rows vocab"] | None]:
+        """What `sample` gives for these logits, without penalties; the largest of a greedy row."""
+        tokens = sample(logits, replace(self.sampling, penalties=None), self.requests, positions)
+        return tokens.clamp(min=0), None
