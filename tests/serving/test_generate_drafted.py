@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import funcmodels as fm
+from params import tree
 from tests import tiny
+from tests.oracle import deepseek_v2, kimi_linear, qwen3_5
 from tests.sampling.test_penalties import penalised
 
 PROMPTS = [[5, 9, 200, 31, 7], [100], [17, 30, 44, 250, 81, 66, 3, 12, 90, 71, 33], [2, 2, 2], [301, 77], [8] * 20]
@@ -225,6 +227,39 @@ def test_drafts_that_are_no_tokens_are_never_taken(away: int, loaded: Loaded) ->
     plain = fm.generate(*loaded, PROMPTS, NEW, eos=())
     draft = Outside(scripted(PROMPTS, plain).texts, lambda place: away)
     assert outcome(fm.generate(*loaded, PROMPTS, NEW, eos=(), draft=draft)) == outcome(plain)
+
+
+class Poisoned(Scripted):
+    """Drafts token 1 somewhere in most windows, in none of some, and the text everywhere else."""
+
+    def propose(self, *args: Any, **kwargs: Any) -> tuple[fm.Proposal, fm.State]:
+        """At a place that goes by the row's length."""
+        proposal, state = super().propose(*args, **kwargs)
+        places = torch.arange(proposal.tokens.shape[1])
+        here = places == (proposal.start % (len(places) + 1))[:, None]
+        return replace(proposal, tokens=torch.where(here, 1, proposal.tokens)), state
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("sampling", [fm.Sampling(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "one",
+    [lambda: qwen3_5.pair("dense"), lambda: deepseek_v2.pair("full"), lambda: kimi_linear.pair("published")],
+    ids=["delta", "latent", "both"],
+)
+def test_drafts_that_are_no_numbers_change_nothing(one: Any, sampling: fm.Sampling, value: float) -> None:
+    """What a rejected one leaves in its window reaches the tokens before it, and must not end their row."""
+    one = one()
+    weight = one.params.embed.weight.clone()
+    weight[1] = value
+    params, prompts = tree.put(one.params, "embed.weight", weight), [[5, 9, 20, 31, 7], [10], [17, 30, 44, 25, 2, 6, 3]]
+    given: dict[str, Any] = {"eos": (), "sampling": sampling, "page_size": 8, "numbers": [0, 4, 5]}
+    plain = fm.generate(one.model, params, prompts, 14, **given)
+    assert {result.finish_reason for result in plain} == {"length"}
+    draft = Poisoned(scripted(prompts, plain).texts, lambda place: 0)
+    drafted = fm.generate(one.model, params, prompts, 14, draft=draft, **given)
+    assert outcome(drafted) == outcome(plain)
+    assert all(sum(result.accepted) > 0 for result in drafted), "other windows are taken as they were"
 
 
 @pytest.mark.plain
