@@ -241,7 +241,7 @@ def test_a_state_of_another_model(one: Pair) -> None:
     kinds = list(one.config.layer_types)
     for others, message in (
         ([*kinds, "full_attention"], f"the state has entries for {layers + 1} layers, the parameters have {layers}"),
-        (kinds[:-1], f"the state has entries for {layers - 1} layers, the parameters have more"),
+        (kinds[:-1], f"the state has entries for {layers - 1} layers, the parameters have {layers}"),
         (kinds[::-1], "the state's entry for layer 0 is"),
     ):
         other = fm.build({**one.model.config_json, "num_hidden_layers": len(others), "layer_types": others})
