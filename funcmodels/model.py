@@ -281,7 +281,7 @@ class Model:
         )
 
     def _check_params(self, params: Any) -> None:
-        """`TypeError` for parameters of another family, `ValueError` for those of another width."""
+        """`TypeError` for parameters of another family, `ValueError` for those of another width or count of layers."""
         if not isinstance(params, self.family.params):
             raise TypeError(
                 f"forward: params are {type(params).__name__}, and a model of type {self.config_json['model_type']!r} "
@@ -292,6 +292,13 @@ class Model:
             raise ValueError(
                 f"forward: params embed tokens in {embed.shape[-1]} values, this model's hidden_size is {width}; give "
                 "what came with the model from load or init_params"
+            )
+        layers, expected = len(params.layers), self.config.num_hidden_layers
+        if layers != expected:
+            raise ValueError(
+                f"forward: params have {layers} layers, this model's config {expected}; a model of fewer is "
+                f"fm.build({{**model.config_json, 'num_hidden_layers': {layers}, ...}}), with what the config lists "
+                "layer by layer (layer_types) cut alike"
             )
 
 
