@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -317,6 +318,8 @@ def at_least_one(name: str, value: Any, most: int = 2**63 - 1) -> None:
 def build(config: Mapping[str, Any] | str | Path) -> Model:
     """A model without weights, from a config dictionary, a `config.json`, or a directory that holds one."""
     if not isinstance(config, Mapping):
+        if not isinstance(config, (str, os.PathLike)):
+            raise TypeError(f"build: expected a config dictionary, or where one lies, found {config!r:.100}")
         path = Path(config)
         config = checkpoints.read_config(path.parent if path.name == "config.json" else path)
     config = dict(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -189,12 +190,39 @@ def test_bundled_stands_for_the_directory_in_the_package(
     ("given", "kind", "message"),
     [
         ({"path_or_hub_id": "nowhere"}, fm.CheckpointError, "no directory nowhere"),
+        ({"path_or_hub_id": "a" * 5000}, fm.CheckpointError, "no directory a.*is not a hub id"),
+        ({"path_or_hub_id": "a/" * 5000}, fm.CheckpointError, "no directory a.*is not a hub id"),
+        ({"path_or_hub_id": None}, TypeError, "a checkpoint is a directory or a hub id .*, found None"),
         ({"dtype": torch.int8}, fm.CheckpointError, "cannot have dtype"),
+        ({"dtype": torch.float8_e5m2}, fm.CheckpointError, "cannot have dtype"),
+        ({"dtype": "float32"}, TypeError, "dtype must be a torch.dtype such as torch.bfloat16, found 'float32'"),
     ],
 )
 def test_mistakes(given: dict[str, Any], kind: type[Exception], message: str, directory: Path) -> None:
-    with pytest.raises(kind, match=message):
+    with pytest.raises(kind, match=message) as caught:
         fm.load(**{"path_or_hub_id": directory, **given})
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda model: model.init_params(dtype="float32"), TypeError, "dtype must be a torch.dtype"),
+        (lambda model: model.init_params(dtype=torch.int32), fm.CheckpointError, "cannot have dtype torch.int32"),
+        (lambda model: loading.without_weights("bundled", dtype="bfloat16"), TypeError, "dtype must be a torch.dtype"),
+        (lambda model: fm.draft(model, "dspark", dtype="bfloat16"), TypeError, "dtype must be a torch.dtype"),
+        (lambda model: fm.draft(model, "a" * 5000), ValueError, "is not a known draft"),
+        (lambda model: fm.build(3), TypeError, "build: expected a config dictionary, or where one lies, found 3"),
+        (lambda model: fm.build("a" * 5000), fm.CheckpointError, "has no config.json"),
+        (lambda model: trees.tensor_names("a" * 5000), fm.CheckpointError, "is no directory"),
+        (lambda model: fm.Batch.from_lists([[1]], device="gpu"), ValueError, "device 'gpu' cannot be used here"),
+        (lambda model: fm.Batch.from_lists([[1]], device=1.5), TypeError, "device must be a name"),
+    ],
+)
+@pytest.mark.plain
+def test_mistakes_elsewhere(call: Callable[[fm.Model], Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        call(fm.build(loading.BUNDLED))
 
 
 def test_a_mesh_that_is_none(directory: Path) -> None:
