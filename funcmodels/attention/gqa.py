@@ -171,7 +171,9 @@ def attend(
     return y, pages
 
 
-def check_heads(pages: Float[Tensor, "pages page_size kv_heads head_dim"], k: Float[Tensor, "tokens heads dim"]) -> None:
+def check_heads(
+    pages: Float[Tensor, "pages page_size kv_heads head_dim"], k: Float[Tensor, "tokens heads dim"]
+) -> None:
     """`StateError` for pages of keys of other heads than a layer's."""
     if pages.shape[2:] != k.shape[1:]:
         raise StateError(

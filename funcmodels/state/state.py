@@ -241,10 +241,11 @@ def check_followed() -> None:
 
     They leave out what the host does.
     """
-    if torch.compiler.is_exporting() or torch.compiler.is_dynamo_compiling() or eval_frame.get_eval_frame_callback() not in (None, False):
+    traced = torch.compiler.is_exporting() or torch.compiler.is_dynamo_compiling()
+    if traced or eval_frame.get_eval_frame_callback() not in (None, False):
         raise StateError(
-            "torch.compile and torch.export cannot follow a state, whose pages and lengths are kept on the host; capture the function "
-            "with lowering.jit, or pass state=None"
+            "torch.compile and torch.export cannot follow a state, whose pages and lengths are kept on the host; "
+            "capture the function with lowering.jit, or pass state=None"
         )
 
 

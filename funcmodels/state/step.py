@@ -77,9 +77,9 @@ class Step:
 
         So ask after all checks: what is refused before has overwritten nobody's tokens.
         """
-        if self.state is not None and self.growth is not None and self.version is not None:
-            if not valueless(self.state.lengths):
-                claim(self.state.host, self.growth.most, self.version)
+        held, growth, version = self.state, self.growth, self.version
+        if held is not None and growth is not None and version is not None and not valueless(held.lengths):
+            claim(held.host, growth.most, version)
         return self.places
 
     def past(self, layer: int, kind: type[E]) -> E | None:
@@ -163,7 +163,7 @@ def writable(pages: A, *made: Tensor) -> A:
 
 
 def text_positions(batch: Batch, step: Step) -> Int[Tensor, " tokens"]:
-    """Rotary positions of a model of text, whose step was begun with one axis: the batch's own, or the tokens' places."""
+    """Rotary positions of a model of text, whose step has one axis of them: the batch's own, or the tokens' places."""
     return step.positions if batch.positions is None else batch.positions[0]
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from funcmodels.checkpoint import loading
 from funcmodels.checkpoint.text import Tokenizer
 from tests import tiny
 from tests.oracle.states import refuses
+
+SMALL = fm.build(loading.BUNDLED)
 
 
 @pytest.fixture(scope="module")
@@ -205,24 +208,26 @@ def test_mistakes(given: dict[str, Any], kind: type[Exception], message: str, di
 
 
 @pytest.mark.parametrize(
-    ("call", "kind", "message"),
+    ("call", "given", "kind", "message"),
     [
-        (lambda model: model.init_params(dtype="float32"), TypeError, "dtype must be a torch.dtype"),
-        (lambda model: model.init_params(dtype=torch.int32), fm.CheckpointError, "cannot have dtype torch.int32"),
-        (lambda model: loading.without_weights("bundled", dtype="bfloat16"), TypeError, "dtype must be a torch.dtype"),
-        (lambda model: fm.draft(model, "dspark", dtype="bfloat16"), TypeError, "dtype must be a torch.dtype"),
-        (lambda model: fm.draft(model, "a" * 5000), ValueError, "is not a known draft"),
-        (lambda model: fm.build(3), TypeError, "build: expected a config dictionary, or where one lies, found 3"),
-        (lambda model: fm.build("a" * 5000), fm.CheckpointError, "has no config.json"),
-        (lambda model: trees.tensor_names("a" * 5000), fm.CheckpointError, "is no directory"),
-        (lambda model: fm.Batch.from_lists([[1]], device="gpu"), ValueError, "device 'gpu' cannot be used here"),
-        (lambda model: fm.Batch.from_lists([[1]], device=1.5), TypeError, "device must be a name"),
+        (SMALL.init_params, {"dtype": "float32"}, TypeError, "dtype must be a torch.dtype"),
+        (SMALL.init_params, {"dtype": torch.int32}, fm.CheckpointError, "cannot have dtype torch.int32"),
+        (partial(loading.without_weights, "bundled"), {"dtype": "bfloat16"}, TypeError, "dtype must be a torch.dtype"),
+        (partial(fm.draft, SMALL, "dspark"), {"dtype": "bfloat16"}, TypeError, "dtype must be a torch.dtype"),
+        (partial(fm.draft, SMALL), {"kind": "a" * 5000}, ValueError, "is not a known draft"),
+        (fm.build, {"config": 3}, TypeError, "build: expected a config dictionary, or where one lies, found 3"),
+        (fm.build, {"config": "a" * 5000}, fm.CheckpointError, "has no config.json"),
+        (trees.tensor_names, {"directory": "a" * 5000}, fm.CheckpointError, "is no directory"),
+        (partial(fm.Batch.from_lists, [[1]]), {"device": "gpu"}, ValueError, "device 'gpu' cannot be used here"),
+        (partial(fm.Batch.from_lists, [[1]]), {"device": 1.5}, TypeError, "device must be a name"),
     ],
 )
 @pytest.mark.plain
-def test_mistakes_elsewhere(call: Callable[[fm.Model], Any], kind: type[Exception], message: str) -> None:
+def test_mistakes_elsewhere(
+    call: Callable[..., Any], given: dict[str, Any], kind: type[Exception], message: str
+) -> None:
     with pytest.raises(kind, match=message):
-        call(fm.build(loading.BUNDLED))
+        call(**given)
 
 
 def test_a_mesh_that_is_none(directory: Path) -> None:

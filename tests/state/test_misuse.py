@@ -18,7 +18,7 @@ import params
 from funcmodels.model import FAMILIES
 from tests.oracle.qwen3_5 import Pair, pair, tokens
 from tests.oracle.states import advance, assert_rows_close, per_row, refuses
-from tests.sharding.kinds import KINDS, whole
+from tests.sharding import kinds as families
 from tests.tolerances import assert_close
 
 
@@ -555,10 +555,10 @@ def test_a_refused_call_has_overwritten_nothing(one: Pair, state: fm.State) -> N
 
 @pytest.mark.plain
 @pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", families.KINDS)
 def test_positions_that_a_model_does_not_read(kind: str, captured: bool) -> None:
     """Are refused before anything is noted, as are parameters of other layers; read ones move what is attended to."""
-    model, weights = whole(kind)
+    model, weights = families.whole(kind)
     forward = lowering.jit(model.forward, backend="fx") if captured else model.forward
     _, state = model.forward(weights, model.init_state(1, 24, page_size=4, pages=8), fm.Batch.from_lists([[3] * 5]))
     batch = fm.Batch.from_lists([[4, 5, 6]], state)
@@ -594,12 +594,12 @@ def test_a_model_that_refuses_the_state_of_another(one: Pair, state: fm.State, c
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("full", [True, False])
-def test_a_state_is_not_for_torch_compile(one: Pair, full: bool) -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_state_is_not_for_torch_compile(one: Pair, whole: bool) -> None:
     """It would leave out what is done on the host: pages that are taken, and branches that are told apart."""
     state = one.model.init_state(1, 12, page_size=4, pages=3)
     batch = fm.Batch.from_lists([[5, 6, 7]], state)
-    compiled = torch.compile(one.model.forward, backend="eager", fullgraph=full)
+    compiled = torch.compile(one.model.forward, backend="eager", fullgraph=whole)
     with torch.no_grad(), pytest.raises((fm.StateError, Unsupported), match=r"StateError|lowering\.jit"):
         compiled(one.params, state, batch)
     advance(one, state, [[5, 6, 7]])
