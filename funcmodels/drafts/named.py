@@ -71,7 +71,7 @@ def directory_of_draft(kind: str | Path) -> Path:
     """The directory of a block draft. `ValueError` for a word that is no draft's name, directory or hub id."""
     if kind == "dspark":
         return BUNDLED / "dspark"
-    if not os.path.isdir(kind) and "/" not in str(kind):
+    if not os.path.isdir(Path(kind)) and "/" not in str(kind):
         shown = cut(repr(str(kind)))
         raise ValueError(f"draft: {shown} is not a known draft; give 'mtp', 'dspark' or the directory of one")
     return checkpoints.resolve(kind)
