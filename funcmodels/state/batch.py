@@ -12,6 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lowering.host import HostInt, readable, symbolic, valueless
+from lowering.target import device_named
 from params.modes import lasting
 from params.tree import off_tree, static, tree, unchecked
 
@@ -86,6 +87,8 @@ class Batch:
         if state is not None:
             check_room(state, counts)
             device = state.lengths.device if device is None else device
+        if device is not None and not isinstance(device, torch.device):
+            device = device_named(device)
         tokens = tokens.to(device)
         most = max(counts, default=0)
         uniform = most > 0 and min(counts) == most
