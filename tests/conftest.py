@@ -2,9 +2,9 @@
 
 `FUNCMODELS_HOOK=1 pytest` checks the annotated shapes of every call in the three packages: jaxtyping's import hook with
 beartype, which must be in place before they are imported. Checked functions do not compile, so tests marked `compile`
-are left out, as are those marked `plain`, and of a test with several lists of parameters that run takes every element
-of every list once, not all of them together, and one seed: other values have the same shapes. `pytest --sweep` adds the tests marked `sweep` and gives Hypothesis many
-random examples.
+are left out, as are those marked `plain`. Of a test with several lists of parameters that run takes every element of
+every list once, not all of them together, and one seed: other values have the same shapes. `pytest --sweep` adds the
+tests marked `sweep` and gives Hypothesis many random examples.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ def each(
 ) -> Callable[[Test], Test]:
     """The test is called with every case (a tuple is several arguments), and fails with the names of all that fail.
 
-    One test holds the cases for which `by` gives the same; without it, all. Of a hooked run, whose checks are of shapes,
-    only those cases are part of which `hooked` names something that it named for none before. Fixtures are made once
-    a test, not once a case.
+    One test holds the cases for which `by` gives the same; without it, all. A hooked run, whose checks are of shapes,
+    has only those cases of which `hooked` names something that it named for none before. Fixtures are made once a
+    test, not once a case.
     """
     listed = [case if isinstance(case, tuple) else (case,) for case in cases]
     groups: dict[str, list[Case]] = {}

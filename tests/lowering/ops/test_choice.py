@@ -319,15 +319,14 @@ def test_values_do_not_choose(case: Case) -> None:
     assert kernels[0] == kernels[1]
 
 
-@pytest.mark.parametrize("target", SUPPORTED)
-def test_explain_works_for_every_target(target: str) -> None:
+@each([case for case in CASES if not case.bench])
+def test_explain_works_for_every_target(case: Case) -> None:
     """Without running on it, every op of every case has a kernel, or an error that says why not."""
-    for case in CASES:
-        if not case.bench:
-            args, kwargs = case.arguments()
-            choice = OPS[case.op].explain(*args, target=target, **kwargs)
-            assert choice.target is TARGETS[target] and choice.kernel.serves(choice.target)
-            assert all(reason for reason in choice.refused.values())
+    args, kwargs = case.arguments()
+    for target in SUPPORTED:
+        choice = OPS[case.op].explain(*args, target=target, **kwargs)
+        assert choice.target is TARGETS[target] and choice.kernel.serves(choice.target)
+        assert all(reason for reason in choice.refused.values())
 
 
 def layer(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
