@@ -19,7 +19,7 @@ from rich.console import Console
 import lowering
 import params as checkpoints
 from lowering import CaptureError, LoweringError, Report, Sheet
-from lowering.target import device_named
+from lowering.detect import device_named
 
 from . import cli
 from .checkpoint.loading import load, open_checkpoint, without_weights

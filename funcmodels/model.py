@@ -15,8 +15,8 @@ from torch import Tensor
 
 import params as checkpoints
 from lowering import host_side, ops
+from lowering.detect import device_named
 from lowering.layouts import LAYOUTS
-from lowering.target import device_named
 from params.errors import ConfigError
 from params.guarded import check_plain
 from params.modes import lasting

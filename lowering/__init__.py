@@ -10,7 +10,7 @@ from . import beside  # noqa: F401
 
 # Kernels are tried in the order registered: a fused operator before anything made of Torch's own.
 from . import npu as npu_kernels
-from . import ops, policy
+from . import ops
 from . import portable as torch_kernels
 from .check.comparison import Comparison, compare
 from .errors import CaptureError, CollectiveError, LoweringError, RecaptureWarning
@@ -18,14 +18,16 @@ from .explain.html import page
 from .explain.report import Report, Row, explain, record, watch
 from .explain.sheet import Sheet
 from .explain.stages import Lowered, compared, lower
+from .explain.table import table
 from .jit.jitted import HostSide, Jitted, host_side, jit
-from .op import Choice, Kernel, Op, op
-from .policy import MODE, Policy, in_force, use
-from .registry import OPS, find, table
+from .kernel import Choice, Kernel
+from .op import OPS, Op, find, op
+from .policy import MODE, Policy
+from .prepare import prepare
 from .target import TARGETS, Target
-from .weights import prepare
+from .use import check_names, in_force, use
 
-policy.check(MODE.get().policy)  # A mistake in the environment variable is an error at import.
+check_names(MODE.get().policy)  # A mistake in the environment variable is an error at import.
 
 __all__ = [
     "OPS", "TARGETS", "CaptureError", "Choice", "CollectiveError", "Comparison", "HostSide", "Jitted", "Kernel",

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from . import detect
 from . import target as targets
 from .check.device import Checked
 from .check.journal import Journal, supervise, work
@@ -101,7 +102,7 @@ def _work(args: argparse.Namespace, journal: Journal) -> int:
     for name in args.modules:
         importlib.import_module(name)
     device = _device(args.device)
-    target = targets.of_device(device) if args.target is None else _rehearsed(args.target, device)
+    target = detect.of_device(device) if args.target is None else _rehearsed(args.target, device)
     return work(journal, device, target, args.only)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from params.tree import tree
 
-from . import target as targets
+from . import detect
 from .policy import MODE
 
 TILE = 16
@@ -173,7 +173,7 @@ def layout_for(
     """
     whole = all(width % TILE == 0 for width in widths)
     if name is None:
-        target = MODE.get().target or targets.of_device(device)
+        target = MODE.get().target or detect.of_device(device)
         tiled = target.name in TILED and dtype.itemsize == 2 and page_size % 128 == 0 and whole
         return NzPages if tiled else NdPages
     if name not in LAYOUTS:

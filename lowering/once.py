@@ -6,7 +6,7 @@ then: autograd's `create_graph=True` and another backward, or a `vjp` whose func
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,7 @@ from torch.autograd import forward_ad
 from params import tree
 
 from .errors import LoweringError
-
-if TYPE_CHECKING:
-    from .op import Kernel
+from .kernel import Kernel
 
 
 class _Last(torch.autograd.Function):

@@ -7,112 +7,39 @@ target); the first call of a signature runs the loop in `Op.choose`.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
-import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
-from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrapped, is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._C._functorch import get_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
-from torch.utils._pytree import SUPPORTED_NODES
 
 from params import tree
 from params.weights import WeightValue
 
-from . import registry
+from . import detect
 from . import target as targets
 from .errors import LoweringError
+from .kernel import FUSED, REFERENCE, Choice, Kernel, Refusal, with_weights
 from .once import differentiated_once
 from .policy import COMPILED, MODE, Mode, Policy
+from .signature import Inputs, key_of, records_gradients, surroundings, with_autograd, without_values
 from .target import TARGETS, Target
-from .weights import PreparedWeight
 
 F = TypeVar("F", bound=Callable[..., Any])
-Refusal = Callable[..., "str | None"]
 Order = Callable[..., "tuple[tuple[str, ...], str]"]
 """From a call's arguments, of which only shapes, dtypes and static ones may be read, to the names of kernels in the
 order to try them, and one sentence that says why."""
 
-REFERENCE = "torch"
 MOST_CHOICES = 4096
 """Choices that an op remembers: calls of ever new shapes begin anew past it."""
-FUSED = "fused"
-"""Stands among the refused kernels for the operator that a target does not have."""
-
-_PLAIN = frozenset({bool, int, float, str, type(None)})
-"""Types of static arguments that stand for themselves in the key of a choice."""
-
-SECOND = "a second derivative"
-_DIFFERENTIATED = frozenset({"autograd", "grad", "jvp", SECOND})
-"""Surroundings in which derivatives are taken. A tensor still has its values on the host there."""
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One way to run an op.
-
-    `refuse(*args, **kwargs)` reads shapes, dtypes and static arguments and returns `None`, or one sentence with the
-    limit in it. `host_reads` marks a kernel that reads tensor values on the host: it is refused while a program is
-    being traced or mapped. `batches=False` marks one whose operators have no batching rule: it is refused under vmap.
-    `backward_once=True` marks one whose operators have a first derivative, in reverse mode, and no other: it is refused
-    under jvp and where derivatives are nested; a second backward of autograd's, which cannot be foreseen, raises.
-    `differentiable=False` marks one whose operators have no derivative at all: it is refused under every derivative.
-    `eager=True` marks one that writes in place and loops to spare memory passes: it is refused where anything records
-    or maps the operators (tracing, function transforms, gradients).
-    `prepare(weight)` makes, once, the weight layout that the kernel wants, or returns None for a weight it leaves.
-    `operators` are the operators outside Torch that it calls: it is refused where the target lacks one.
-    `weights` are the kinds of weights that it reads, quantised ones and perhaps `Tensor`; without any it reads plain
-    ones only. What `refuse` says includes what it does not read.
-    `only_by_name=True` marks one that runs only where a policy names it.
-    """
-
-    name: str
-    run: Callable[..., Any]
-    targets: tuple[str, ...]
-    refuse: Refusal | None = None
-    host_reads: bool = False
-    batches: bool = True
-    backward_once: bool = False
-    differentiable: bool = True
-    eager: bool = False
-    prepare: Callable[[Any], Any] | None = None
-    operators: tuple[str, ...] = ()
-    weights: tuple[type[WeightValue] | type[Tensor], ...] = ()
-    only_by_name: bool = False
-
-    @functools.cached_property
-    def limited(self) -> bool:
-        """Whether it is not for gradients, or not for all of them. Asked on every call."""
-        return self.eager or not self.differentiable or self.backward_once
-
-    def serves(self, target: Target) -> bool:
-        """Whether the kernel was written for this target."""
-        return target.name in self.targets
-
-    def reads(self, weight: Any) -> bool:
-        """Whether the kernel was written for weights of this kind, quantised or plain. The reference reads all."""
-        return self.name == REFERENCE or isinstance(weight, self.weights or Tensor)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The kernel that a call gets, and why not those tried before it, nor those that a rule of order puts later.
-
-    `asked` is the op whose preference named the kernel: this one, or one that it contains; None without a preference.
-    """
-
-    op: str
-    kernel: Kernel
-    refused: dict[str, str]
-    target: Target
-    asked: str | None = None
 
 
 class Op:
@@ -135,14 +62,17 @@ class Op:
         self.orders: dict[str, Order] = {}
         self._removed: set[str] = set()
         self._in_graph, self._trees_in_graph = _opaque(self)
-        registry.add(self, replace=replace)
+        if self.name in OPS and not replace:
+            raise LoweringError(f"op {self.name!r} is registered twice; with replace=True this one takes its place")
+        OPS[self.name] = self
+        _changed()
 
     def __repr__(self) -> str:
         return f"<op {self.name}: kernels {', '.join(self.kernels)}>"
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         """An op is pickled and copied by name: there is one of each."""
-        return registry.find, (self.name,)
+        return find, (self.name,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the kernel chosen for this call."""
@@ -153,18 +83,18 @@ class Op:
         mode, around = MODE.get(), ""
         # Asked here first, for it costs a call.
         if get_interpreter_stack() or forward_ad._current_level >= 0 or _len_torch_dispatch_stack():
-            around = _surroundings()
-        key = _key(mode.key, around, args, kwargs)
+            around = surroundings()
+        key = key_of(mode.key, around, args, kwargs)
         try:  # as `_remembered`, which would cost a call
             choice = self._choices.get(key)
         except TypeError:
             choice = None
         choice = choice or self._first(key, mode, args, kwargs)
         kernel = choice.kernel
-        differentiated = kernel.limited and _records_gradients(args)
+        differentiated = kernel.limited and records_gradients(args)
         if differentiated:
-            around = _with_autograd(around, args)
-            key = _key(mode.key, around, args, kwargs)
+            around = with_autograd(around, args)
+            key = key_of(mode.key, around, args, kwargs)
             choice = self._remembered(key) or self._first(key, mode, args, kwargs)
             kernel = choice.kernel
         if mode.report is not None:
@@ -212,6 +142,8 @@ class Op:
         operators: tuple[str, ...] = (),
         weights: tuple[type[WeightValue] | type[Tensor], ...] = (),
         only_by_name: bool = False,
+        available: Callable[[Target], str | None] | None = None,
+        loaded: Callable[[], bool] | None = None,
         replace: bool = False,
     ) -> Callable[[F], F]:
         """Register a kernel, for every call from now on; `remove` takes it away again.
@@ -229,10 +161,10 @@ class Op:
                 raise LoweringError(
                     f"{self.name}: kernel {name!r} takes {inspect.signature(run)}, the op takes {self.signature}"
                 )
-            refused = _with_weights(name, weights, refuse)
+            refused = with_weights(name, weights, refuse)
             added = Kernel(
                 name, run, targets, refused, host_reads, batches, backward_once, differentiable, eager, prepare,
-                operators, weights, only_by_name,
+                operators, weights, only_by_name, available, loaded,
             )  # fmt: skip
             # Threads that choose go on with the kernels there were.
             rest = {other: kernel for other, kernel in self.kernels.items() if other != REFERENCE}
@@ -254,7 +186,7 @@ class Op:
 
     def _forget_choices(self) -> None:
         self._choices, self.dry_results = {}, {}
-        registry.changed()
+        _changed()
 
     def order_by(self, targets: tuple[str, ...], *, replace: bool = False) -> Callable[[Order], Order]:
         """Register the rule that orders the kernels on these targets by a call's shapes.
@@ -297,65 +229,125 @@ class Op:
             raise LoweringError(f"{self.name}: no kernel {name!r}; there are: {', '.join(self.kernels)}")
         return self.kernels[name]
 
+    def asked(self, policy: Policy) -> tuple[str, str] | None:
+        """The op whose preference governs this one, and the kernel it names; None where nobody asked.
+
+        Its own preference comes first, then that of an op it contains, if it has a kernel of the name.
+        """
+        if not policy.prefer:
+            return None
+        if self.name in policy.prefer:
+            return self.name, policy.prefer[self.name]
+        found = ((name, policy.prefer[name]) for name in self.contains if name in policy.prefer)
+        return next(((name, kernel) for name, kernel in found if kernel in self.kernels), None)
+
     def explain(self, *args: Any, target: str | Target | None = None, **kwargs: Any) -> Choice:
         """The choice for this call, without running it."""
-        mode = MODE.get()
+        mode, around = MODE.get(), surroundings()
         chosen = mode.target if target is None else targets.named(target)
-        surroundings = _surroundings()
-        if _records_gradients(args):
-            surroundings = _with_autograd(surroundings, args)
-        return self.choose(Mode(mode.policy, chosen, dry=mode.dry), surroundings, args, kwargs)
+        if records_gradients(args):
+            around = with_autograd(around, args)
+        return self.choose(Mode(mode.policy, chosen, dry=mode.dry), around, args, kwargs)
 
-    def choose(self, mode: Mode, surroundings: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        """Try the kernels in order; `LoweringError` when the policy leaves none."""
-        target = mode.target or targets.of_device(_device(args, kwargs))
-        surroundings = "" if mode.dry is not None else surroundings or _without_values(args, kwargs)
-        source, asked = mode.policy.asked(self) or (None, None)
-        ordered, why = self._ordered(target, args, kwargs) if asked is None else ([self.kernel_named(asked)], "")
-        rest = [] if asked else [kernel for kernel in self.kernels.values() if kernel not in ordered]
-        refused = {FUSED: self.lacking[target.name]} if target.name in self.lacking and asked is None else {}
-        tried = [*ordered, *rest]
-        if ordered:
-            # A rule weighs kernels of a kind; portable ones stand behind whatever is fused here.
-            tried.sort(key=lambda kernel: _portable(kernel) or not kernel.serves(target))
-        for kernel in tried:
-            if kernel.name == REFERENCE and mode.policy.strict and asked is None:
-                refused[kernel.name] = "strict=True leaves the Torch reference out"
-                continue
-            if kernel.only_by_name and asked is None:
-                refused[kernel.name] = "runs only where it is asked for by name"
-                continue
-            reason = _refusal(kernel, target, surroundings, args, kwargs)
-            if reason is None:
-                if kernel.weights and not _portable(kernel):
-                    refused.pop(FUSED, None)  # said of plain weights
-                later = ordered[ordered.index(kernel) + 1 :] if kernel in ordered else []
-                alike = [other for other in later if _portable(other) == _portable(kernel) and other.serves(target)]
-                return Choice(self.name, kernel, refused | {other.name: why for other in alike}, target, source)
-            refused[kernel.name] = reason
-        if asked is not None and not self.kernels[asked].serves(target):
-            raise LoweringError(self._elsewhere(self.kernels[asked], mode, surroundings, args, kwargs))
-        raise LoweringError(_no_kernel(self, target, source, asked, refused, args, kwargs))
+    def candidates(
+        self, policy: Policy, target: Target, call: Inputs | None = None
+    ) -> Iterator[tuple[Kernel, str | None]]:
+        """The kernels in the order to try them, each with what refuses it, or None: the first without is chosen.
 
-    def _ordered(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Kernel], str]:
-        """The kernels that the target's rule of order names for this call, and the rule's sentence."""
+        A kernel that the policy asks for stands alone. Where no call is known, nothing that depends on one refuses a
+        kernel or moves it forward.
+        """
+        asked = self.asked(policy)
+        if asked is not None:
+            kernel = self.kernel_named(asked[1])
+            yield kernel, kernel.refusal(target, call)
+            return
+        known = list(self.kernels.values())
+        for kernel in known if call is None or not self.orders else self._weighed(known, target, call):
+            if kernel.name == REFERENCE and policy.strict:
+                yield kernel, "strict=True leaves the Torch reference out"
+            elif kernel.only_by_name:
+                yield kernel, "runs only where it is asked for by name"
+            else:
+                yield kernel, kernel.refusal(target, call)
+
+    def _weighed(self, known: list[Kernel], target: Target, call: Inputs) -> list[Kernel]:
+        first, _ = self._ordered(target, call)
+        if not first:
+            return known
+        tried = [*first, *(kernel for kernel in known if kernel not in first)]
+        # A rule weighs kernels of a kind; portable ones stand behind whatever is fused here.
+        return sorted(tried, key=lambda kernel: kernel.portable or not kernel.serves(target))
+
+    def _ordered(self, target: Target, call: Inputs) -> tuple[list[Kernel], str]:
+        """The kernels that the target's rule of order names for a call, and the rule's sentence."""
         if target.name not in self.orders:
             return [], ""
-        names, why = self.orders[target.name](*args, **kwargs)
+        names, why = self.orders[target.name](*call.args, **call.kwargs)
         return [self.kernel_named(name) for name in names if name not in self._removed], why
 
-    def _elsewhere(self, kernel: Kernel, mode: Mode, surroundings: str, args: Any, kwargs: Any) -> str:
+    def choose(self, mode: Mode, around: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        """The first kernel that nothing refuses; `LoweringError` when the policy leaves none."""
+        call = Inputs(args, kwargs, "" if mode.dry is not None else around or without_values(args, kwargs))
+        target = mode.target or detect.of_device(call.device)
+        source, asked = self.asked(mode.policy) or (None, None)
+        refused = {FUSED: self.lacking[target.name]} if target.name in self.lacking and asked is None else {}
+        for kernel, reason in self.candidates(mode.policy, target, call):
+            if reason is None:
+                if kernel.weights and not kernel.portable:
+                    refused.pop(FUSED, None)  # said of plain weights
+                if self.orders and asked is None:
+                    refused |= self._passed_over(kernel, target, call)
+                return Choice(self.name, kernel, refused, target, source)
+            refused[kernel.name] = reason
+        if asked is not None and not self.kernels[asked].serves(target):
+            raise LoweringError(self._elsewhere(self.kernels[asked], mode, target, call))
+        raise LoweringError(_no_kernel(self, target, source, asked, refused, call))
+
+    def _passed_over(self, kernel: Kernel, target: Target, call: Inputs) -> dict[str, str]:
+        """The kernels of its kind that a rule of order puts behind the one that is chosen, each with the rule's why."""
+        ordered, why = self._ordered(target, call)
+        later = ordered[ordered.index(kernel) + 1 :] if kernel in ordered else []
+        return {one.name: why for one in later if one.portable == kernel.portable and one.serves(target)}
+
+    def _elsewhere(self, kernel: Kernel, mode: Mode, target: Target, call: Inputs) -> str:
         """What to say of a kernel asked for by name that was written for other targets."""
         governing = (self.name, *self.contains)
         prefer = {name: asked for name, asked in mode.policy.prefer.items() if name not in governing}
-        target = mode.target or targets.of_device(_device(args, kwargs))
         free = Mode(Policy(prefer, mode.policy.strict), target, dry=mode.dry)
         *others, last = kernel.targets
         needed = f"{', '.join(others)} or {last}" if others else last
         return (
             f"{self.name}: kernel {kernel.name!r} needs {needed}, target is {target.name}; "
-            f"use {self.choose(free, surroundings, args, kwargs).kernel.name!r} or drop the preference"
+            f"use {self.choose(free, call.around, call.args, call.kwargs).kernel.name!r} or drop the preference"
         )
+
+
+OPS: dict[str, Op] = {}
+"""Every op by its name."""
+
+_changes = itertools.count(1)
+_version = 0
+
+
+def version() -> int:
+    """Another number after every change of ops and kernels: what was captured before may hold other choices."""
+    return _version
+
+
+def _changed() -> None:
+    global _version
+    _version = next(_changes)
+
+
+def find(name: str) -> Op:
+    """The op called `name`; `LoweringError` names the nearest one."""
+    found = OPS.get(name)
+    if found is None:
+        near = difflib.get_close_matches(name, OPS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; known ops: {', '.join(sorted(OPS))}"
+        raise LoweringError(f"unknown op {name!r}{hint}")
+    return found
 
 
 @overload
@@ -397,7 +389,7 @@ def _marked(name: str) -> bool:
     """Tell Dynamo to take an op as one call. It runs this while it traces, so that nobody else has to import Dynamo."""
     from torch._dynamo import trace_rules
 
-    found = registry.find(name)
+    found = find(name)
     for form in (found._in_graph, found._trees_in_graph):
         trace_rules._allowed_callable_ids.add(id(form))
     trace_rules._nonstrict_trace_callable_ids.add(id(found._trees_in_graph))
@@ -407,64 +399,12 @@ def _marked(name: str) -> bool:
 vars(_marked)["_dynamo_marked_constant"] = True
 
 
-def _portable(kernel: Kernel) -> bool:
-    return not kernel.operators
-
-
-def _refusal(kernel: Kernel, target: Target, surroundings: str, args: Any, kwargs: Any) -> str | None:
-    if not kernel.serves(target):
-        return f"serves {', '.join(kernel.targets)}; target is {target.name}"
-    if kernel.operators:
-        from .npu.features import missing
-
-        lacking = missing(kernel.operators, target)
-        if lacking is not None:
-            return lacking
-    around = set(surroundings.split(" and ")) if surroundings else set()
-    if kernel.host_reads and around - _DIFFERENTIATED:
-        return f"reads lengths or ids on the host, which {surroundings} does not allow"
-    if kernel.eager and surroundings:
-        return f"writes in place, which {surroundings} does not allow"
-    if not kernel.batches and "vmap" in around:
-        return "has no batching rule, so it is left out under vmap"
-    if not kernel.differentiable and around & _DIFFERENTIATED:
-        return f"has no derivative, so it is left out under {surroundings}"
-    if kernel.backward_once and "jvp" in around:
-        return "has no forward derivative, so it is left out under jvp"
-    if kernel.backward_once and SECOND in around:
-        return f"has a first derivative alone, so it is left out under {SECOND}"
-    return None if kernel.refuse is None else kernel.refuse(*args, **kwargs)
-
-
-def _with_weights(name: str, kinds: tuple[type, ...], refuse: Refusal | None) -> Refusal:
-    """A kernel's refusal, after that of weights in a form that it was not written for."""
-
-    def refused(*args: Any, **kwargs: Any) -> str | None:
-        return unread_weight(name, kinds, (*args, *kwargs.values())) or (refuse and refuse(*args, **kwargs))
-
-    return refused
-
-
-def unread_weight(name: str, kinds: tuple[type, ...], values: tuple[Any, ...]) -> str | None:
-    """A sentence about a weight that the kernel of this name, which reads weights of these kinds, does not read."""
-    owners = [value.kernels for value in values if isinstance(value, PreparedWeight)]
-    if any(name not in names for names in owners):
-        return f"takes no weight that was prepared for {', '.join(owners[0])}"
-    special = [value for value in values if isinstance(value, WeightValue)]
-    for value in special:
-        if not isinstance(value, kinds):
-            return f"takes no {type(value).__name__} ({value.scheme})"
-    if kinds and Tensor not in kinds and not special and not owners:
-        return f"takes {' and '.join(kind.__name__ for kind in kinds)}; the weight of this call is plain"
-    return None
-
-
 def _no_kernel(
-    op: Op, target: Target, source: str | None, asked: str | None, refused: dict[str, str], args: Any, kwargs: Any
+    op: Op, target: Target, source: str | None, asked: str | None, refused: dict[str, str], call: Inputs
 ) -> str:
     names = list(op.signature.parameters)
-    shown = [f"{name}={tree.describe(value)}" for name, value in zip(names, args, strict=False)]
-    shown += [f"{name}={tree.describe(value)}" for name, value in kwargs.items()]
+    shown = [f"{name}={tree.describe(value)}" for name, value in zip(names, call.args, strict=False)]
+    shown += [f"{name}={tree.describe(value)}" for name, value in call.kwargs.items()]
     head = f"kernel {asked!r} was asked for by name" if asked else "no kernel takes this call"
     if source is not None and source != op.name:
         head += f", for every op that contains {source},"
@@ -475,90 +415,3 @@ def _no_kernel(
     reasons = "\n".join(f"  {name}: {reason}" for name, reason in refused.items())
     called = f"  called with {', '.join(shown)}"
     return f"{op.name}: {head} on target {target.name}\n{reasons}\n{called}\n  to fix: change the call, or {fix}"
-
-
-def _key(mode: int, surroundings: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What the choice may depend on: never values.
-
-    This runs on every op call, so it is flat. The tensors of a call lie on one device: the first speaks for all.
-    """
-    try:
-        device = args[0].device
-    except (IndexError, AttributeError):
-        device = None
-    key: list[Any] = [mode, surroundings, device, *kwargs]
-    for value in args:
-        if type(value) is Tensor:
-            key.append(value.shape)
-            key.append(value.dtype)
-        else:
-            key.append(_static(value))
-    for value in kwargs.values():
-        key.append(value if type(value) in _PLAIN else _static(value))
-    return tuple(key)
-
-
-def _static(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return type(value), value.shape, value.dtype, value.device
-    return value.static_key() if hasattr(value, "static_key") else value
-
-
-def _surroundings() -> str:
-    """What records, maps or differentiates operators here, joined by " and "; an empty string where they just run."""
-    stack, forward = get_interpreter_stack(), forward_ad._current_level >= 0
-    if not (stack or forward):
-        return "tracing" if _len_torch_dispatch_stack() else ""
-    keys = [level.key() for level in stack or ()]
-    # Of forward mode every level counts, and one that is not a transform's: `linearize` and `dual_level` make those.
-    jvps, grads = max(keys.count(TransformType.Jvp), forward), keys.count(TransformType.Grad)
-    found = {
-        "tracing": _len_torch_dispatch_stack(),
-        "vmap": TransformType.Vmap in keys,
-        "jvp": jvps,
-        "grad": grads,
-        SECOND: jvps + grads > 1,
-        "functionalize": TransformType.Functionalize in keys,
-    }
-    return " and ".join(name for name, here in found.items() if here)
-
-
-def _with_autograd(around: str, args: tuple[Any, ...]) -> str:
-    """`around` where `args` require gradients: those of a transform's own, or autograd's beneath it, which are more."""
-    if not any(_innermost(x).requires_grad for x in _tensors(args)):
-        return around
-    word = SECOND if "grad" in around or "jvp" in around else "autograd"
-    return f"{around} and {word}" if around else word
-
-
-def _innermost(x: Tensor) -> Tensor:
-    """The tensor beneath those that function transforms have wrapped around it."""
-    while is_functorch_wrapped_tensor(x):
-        x = get_unwrapped(x)
-    return x
-
-
-def _records_gradients(args: tuple[Any, ...]) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(args))
-
-
-def _without_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    tensors = _tensors((*args, *kwargs.values()))
-    return "a tensor without values" if any(x.is_meta or isinstance(x, FakeTensor) for x in tensors) else ""
-
-
-def _tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:
-    """The tensors among `values`, and in those that are trees."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif type(value) in SUPPORTED_NODES:
-            yield from (leaf for leaf in tree.leaves(value) if isinstance(leaf, Tensor))
-
-
-def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    for value in (*args, *kwargs.values()):
-        device = getattr(value, "device", None)
-        if isinstance(device, torch.device):
-            return device
-    raise LoweringError("an op was called without any tensor, so its target cannot be known; name one with use()")

@@ -1,15 +1,13 @@
-"""Targets: the machines that a program can be lowered to.
+"""Targets: the machines that a program can be lowered to, by name.
 
-A target is detected from a tensor's device, and may be named on any machine, so that a laptop can ask what an
-Ascend 950 would run.
+A target may be named on any machine, so that a laptop can ask what an Ascend 950 would run; `detect` finds the one that
+is here.
 """
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, replace
-
-import torch
 
 from .errors import LoweringError
 
@@ -39,6 +37,12 @@ class Target:
     def described(self) -> str:
         """The name, and the version of torch_npu that is taken to be there."""
         return f"{self.name} (torch_npu {self.torch_npu})" if self.torch_npu else self.name
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions of what lies between Torch and the device, by name."""
+        found = {"torch_npu": self.torch_npu, "CANN": self.cann}
+        return {name: version for name, version in found.items() if version}
 
 
 KIB = 1024
@@ -95,38 +99,3 @@ def named(name: str | Target, *, torch_npu: str | None = None) -> Target:
     if target.torch_npu is None:
         raise LoweringError(f"target {target.name!r} has no torch_npu, found torch_npu={torch_npu!r}; leave it out")
     return replace(target, torch_npu=torch_npu)
-
-
-def of_device(device: torch.device) -> Target:
-    """The target behind a device of this machine."""
-    if device.type in ("cpu", "meta"):
-        return TARGETS["cpu"]
-    if device.type == "cuda":
-        return TARGETS["cuda"]
-    if device.type == "npu":
-        from .npu.device import detected
-
-        return detected(device)
-    raise LoweringError(
-        f"tensors are on {device}, and no target is known for device type {device.type!r}; "
-        f"name one with lowering.use(target=...): {', '.join(TARGETS)}"
-    )
-
-
-def device_named(device: torch.device | str | None) -> torch.device:
-    """The device, the CPU for None. `ValueError` for one that is not known or not there, `TypeError` for no name."""
-    try:
-        found = torch.device("cpu" if device is None else device)
-    except TypeError:
-        raise TypeError(f"device must be a name as 'cpu' or 'cuda:1', or a torch.device, found {device!r}") from None
-    except RuntimeError:
-        npu = 'an Ascend NPU needs CANN and pip install "funcmodels[npu]"'
-        fix = npu if str(device).startswith("npu") else "give 'cpu', 'cuda', 'cuda:1' or 'npu'"
-        raise ValueError(f"device {device!r} cannot be used here: Torch does not know it; {fix}") from None
-    try:
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError, ImportError) as error:
-        # Of a device without kernels Torch goes on to list all that have some.
-        why = str(error).splitlines()[0].split(". ")[0]
-        raise ValueError(f"device {device!r} cannot be used here: {why}") from error
-    return found

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lowering.op import Kernel
+from lowering.kernel import Kernel
 from tests.cases import Rows
 from tests.typechecker import HOOKED
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import params as checkpoints
-from lowering.target import device_named
+from lowering.detect import device_named
 from params.checkpoint import Tables
 from params.errors import CheckpointError
 from params.quant.schemes import is_quantized_checkpoint

@@ -9,7 +9,7 @@ from typing import Literal, overload
 import torch
 
 import params as checkpoints
-from lowering.target import device_named
+from lowering.detect import device_named
 from params.errors import ConfigError, cut
 from params.modes import lasting
 from params.names.block_drafts import NAMES

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from lowering.detect import device_named
 from lowering.host import HostInt, readable, symbolic, valueless
-from lowering.target import device_named
 from params.modes import lasting
 from params.tree import off_tree, static, tree, unchecked
 

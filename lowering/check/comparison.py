@@ -20,13 +20,14 @@ from torch import Tensor
 from params import tree
 from params.quant.values import QuantizedWeight, SplitWeight
 
-from .. import registry
-from .. import target as targets
+from .. import detect
 from ..explain.sheet import Sheet
-from ..npu.features import missing
-from ..op import Kernel, Op
-from ..policy import MODE, use
+from ..kernel import Kernel
+from ..op import Op, find
+from ..policy import MODE, Policy
+from ..signature import Inputs
 from ..target import Target
+from ..use import use
 from ..weights import PreparedWeight, plain
 from .tolerances import BASE, VANISHED, bound
 
@@ -82,23 +83,18 @@ def prepared(op: Op, kernel: Kernel, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def outcome_of(kernel: Kernel, target: Target, args: Any, kwargs: Any, expected: Expected, blank: Outcome) -> Outcome:
-    """`blank`, filled in."""
+    """`blank`, filled in with what becomes of a kernel that is asked for by name."""
+    op = find(blank.op)
     with Fault() as fault:
-        reason = refusal(kernel, target, args, kwargs)
+        ((_, reason),) = op.candidates(Policy({op.name: kernel.name}), target, Inputs(args, kwargs))
         if reason is not None:
             return replace(blank, refused=reason)
         first, result = _timed(kernel, args, kwargs)
         # Before it is run again: it may write into its arguments, and its result lie there.
-        error, most = expected.worst(settled(registry.find(blank.op), args, kwargs, result))
+        error, most = expected.worst(settled(op, args, kwargs, result))
         seconds = min(first, *(_timed(kernel, args, kwargs)[0] for _ in range(ROUNDS - 1)))
         return replace(blank, error=error, bound=most, seconds=seconds)
     return replace(blank, failed=fault.words)
-
-
-def refusal(kernel: Kernel, target: Target, args: Any, kwargs: Any) -> str | None:
-    """Why a kernel that serves the target does not take these arguments; None when it does."""
-    lacking = missing(kernel.operators, target) if kernel.operators else None
-    return lacking or (kernel.refuse(*args, **kwargs) if kernel.refuse else None)
 
 
 def _timed(kernel: Kernel, args: Any, kwargs: Any) -> tuple[float, Any]:
@@ -250,19 +246,15 @@ def compare(op: str | Op, kernels: Sequence[str] | None, *args: Any, **kwargs: A
     arguments' device). Errors are relative to the expected value plus the root mean square. A kernel that does not take
     the arguments is listed with its reason; `LoweringError` for a name that does not exist.
     """
-    found = op if isinstance(op, Op) else registry.find(op)
+    found = op if isinstance(op, Op) else find(op)
     tensors = [x for x in tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
-    target = MODE.get().target or targets.of_device(tensors[0].device if tensors else torch.device("cpu"))
+    target = MODE.get().target or detect.of_device(tensors[0].device if tensors else torch.device("cpu"))
     chosen = found.serving(target) if kernels is None else [found.kernel_named(name) for name in kernels]
     dtype = next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)
     expected = Expected.of(found, args, kwargs, 1)
     outcomes = []
     for kernel in chosen:
         blank = Outcome(found.name, kernel.name, "given", str(dtype).removeprefix("torch."))
-        if not kernel.serves(target):
-            reason = f"serves {', '.join(kernel.targets)}; target is {target.name}"
-            outcomes.append(replace(blank, refused=reason))
-            continue
         # A kernel may write into its arguments, which stay the caller's.
         own = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
         with use(target=target), torch.no_grad():

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from params import tree
 
-from .. import cases, registry
+from .. import cases
 from .. import target as targets
 from ..cases.case import Case
 from ..explain.sheet import Sheet
-from ..op import Kernel
-from ..policy import use
+from ..kernel import Kernel
+from ..op import find
 from ..target import Target
+from ..use import use
 from .comparison import Expected, Fault, Outcome, duration, number, outcome_of, prepared
 
 
@@ -96,12 +97,12 @@ class Step:
 def planned(device: torch.device, target: Target, only: Collection[str] = ()) -> list[Step]:
     """Every kernel of `target` on every case, or on those of the ops `only`; `LoweringError` for an unknown op."""
     dtypes = (torch.float32, torch.bfloat16) + (() if device.type == "cpu" else (torch.float16,))
-    names = {registry.find(name).name for name in only}
+    names = {find(name).name for name in only}
     return [
         Step(case, dtype, kernel)
         for case in cases.CASES
         for dtype in dtypes
-        for kernel in registry.find(case.op).serving(target)
+        for kernel in find(case.op).serving(target)
         if not names or case.op in names
     ]
 
@@ -125,7 +126,7 @@ def checked(step: Step, device: torch.device, target: Target) -> Outcome:
         with Fault() as fault:
             args, kwargs = step.case.arguments(step.dtype)
             args, kwargs = tree.map(lambda x: x.to(device) if isinstance(x, Tensor) else x, (args, kwargs))
-            args = prepared(registry.find(step.case.op), step.kernel, args)
+            args = prepared(find(step.case.op), step.kernel, args)
             return outcome_of(step.kernel, target, args, kwargs, expected, step.blank)
         return replace(step.blank, failed=fault.words)
 
@@ -133,7 +134,7 @@ def checked(step: Step, device: torch.device, target: Target) -> Outcome:
 @functools.lru_cache(maxsize=1)
 def _expected(case: Case, dtype: torch.dtype) -> Expected:
     """Kernels of one case follow each other."""
-    return Expected.of(registry.find(case.op), *case.arguments(dtype), case.length)
+    return Expected.of(find(case.op), *case.arguments(dtype), case.length)
 
 
 def _summary(op: str, kernel: str, found: Sequence[Outcome]) -> tuple[str, ...]:
@@ -153,9 +154,9 @@ def _summary(op: str, kernel: str, found: Sequence[Outcome]) -> tuple[str, ...]:
 def environment(device: torch.device, target: Target) -> dict[str, str]:
     """What a report says about the machine."""
     found = {
-        "device": str(device), "target": target.name, "machine": target.title, "torch_npu": target.torch_npu,
-        "CANN": target.cann, "torch": torch.__version__, "python": platform.python_version(),
-        "platform": platform.platform(), "processor": platform.processor(), "threads": str(torch.get_num_threads()),
+        "device": str(device), "target": target.name, "machine": target.title, **target.versions,
+        "torch": torch.__version__, "python": platform.python_version(), "platform": platform.platform(),
+        "processor": platform.processor(), "threads": str(torch.get_num_threads()),
         "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     }  # fmt: skip
     return {name: value for name, value in found.items() if value}

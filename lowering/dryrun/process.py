@@ -22,10 +22,10 @@ import torch
 from params import tree
 from params.spec import TensorSpec
 
-from .. import registry
 from ..errors import LoweringError
 from ..explain.stages import Lowered, argument_bytes
 from ..explain.trace import Shape
+from ..op import OPS, find
 from ..policy import Policy
 from ..target import Target
 from .stubs import stubs
@@ -90,15 +90,15 @@ def lower(
     if isinstance(answer, Failure):
         _check_known(asked, found, answer.kernels)
         raise answer.error from RemoteError(answer.traceback)
-    called = (registry.find(name) for name in dict.fromkeys(call.op for call in answer.lowered.calls))
-    tried = {op.name: [k.name for k in op.kernels.values() if k.serves(target) and not k.only_by_name] for op in called}
+    called = (find(name) for name in dict.fromkeys(call.op for call in answer.lowered.calls))
+    tried = {op.name: [k.name for k, refusal in op.candidates(policy, target) if refusal is None] for op in called}
     _check_known(asked | tried, found, answer.kernels)
     return answer.lowered
 
 
 def kernels() -> dict[str, dict[str, str]]:
     """Where every kernel comes from, `module:name`, by op and name."""
-    return {op.name: {name: _origin(kernel.run) for name, kernel in op.kernels.items()} for op in registry.OPS.values()}
+    return {op.name: {name: _origin(kernel.run) for name, kernel in op.kernels.items()} for op in OPS.values()}
 
 
 def _origin(run: Any) -> str:

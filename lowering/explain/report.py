@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +16,14 @@ from params import tree
 from params.quant.values import QuantizedWeight
 from params.spec import TensorSpec
 
-from .. import registry
 from .. import target as targets
-from ..op import FUSED, unread_weight
-from ..policy import MODE, Policy, check, enter, leave
+from ..kernel import FUSED, Choice, unread_weight
+from ..op import find
+from ..policy import MODE, Policy, enter, leave
 from ..target import Target
+from ..use import check_names
 from .sheet import Sheet
 from .trace import DryRun
-
-if TYPE_CHECKING:
-    from ..op import Choice
-
 
 _COUNTING = threading.Lock()
 """Threads that run in copies of one context count in one report."""
@@ -52,16 +49,16 @@ class Row:
         """One line a kernel that was refused, but for those that were written for other targets or weights."""
         if self.asked is not None:
             return "asked for by name" + ("" if self.asked == self.op else f", of {self.asked}")
-        here = {kernel.name for kernel in registry.find(self.op).serving(self.target)} - self.others
+        here = {kernel.name for kernel in find(self.op).serving(self.target)} - self.others
         return "\n".join(f"{name}: {why}" for name, why in self.refused.items() if name in here or name == FUSED)
 
 
 def _for_other_weights(choice: Choice, args: tuple[Any, ...]) -> frozenset[str]:
     """Kernels for weights of other kinds; no fused ones of a quantised weight that Torch has to multiply by."""
-    kernels = registry.find(choice.op).kernels.values()
+    kernels = find(choice.op).kernels.values()
     others = {kernel for kernel in kernels if unread_weight(kernel.name, kernel.weights, args)}
-    if not choice.kernel.operators and any(isinstance(arg, QuantizedWeight) for arg in args):
-        others = {kernel for kernel in others if not kernel.operators}
+    if choice.kernel.portable and any(isinstance(arg, QuantizedWeight) for arg in args):
+        others = {kernel for kernel in others if kernel.portable}
     return frozenset(kernel.name for kernel in others)
 
 
@@ -163,7 +160,7 @@ def explain(
 @contextmanager
 def dry(target: Target | None, policy: Policy, run: DryRun) -> Iterator[tuple[FakeTensorMode, Report]]:
     """Inside the block ops are chosen for `target` and go to `run`; the mode that makes tensors without values."""
-    check(policy)
+    check_names(policy)
     report = Report()
     token = enter(replace(MODE.get(), policy=policy, target=target, report=report, dry=run))
     try:

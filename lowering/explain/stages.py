@@ -19,10 +19,12 @@ from torch import Tensor
 from params import tree
 from params.spec import TensorSpec
 
+from .. import detect
 from .. import target as targets
 from ..errors import CaptureError
-from ..policy import MODE, Policy, check, use
+from ..policy import MODE, Policy
 from ..target import Target
+from ..use import check_names, use
 from .costs import Cost
 from .report import Report, abstract, dry
 from .sheet import Sheet
@@ -178,7 +180,7 @@ def lower(
     mode = MODE.get()
     chosen = mode.target or _target_of((args, kwargs)) if target is None else targets.named(target)
     chosen_policy = policy or mode.policy
-    check(chosen_policy)
+    check_names(chosen_policy)
     if chosen.device == "npu":
         from .. import dryrun
 
@@ -201,7 +203,7 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def _target_of(arguments: Any) -> Target:
-    return targets.of_device(_device_of(arguments))
+    return detect.of_device(_device_of(arguments))
 
 
 def _device_of(arguments: Any) -> torch.device:

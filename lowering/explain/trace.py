@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from params import tree
 
 from ..host import HostLengths
+from ..kernel import Choice, Kernel
+from ..op import Op
 from ..policy import MODE
 from .costs import ATEN, Cost, Formulas, cost, has_flops
-
-if TYPE_CHECKING:
-    from ..op import Choice, Kernel, Op
 
 SHOWN = 4
 """Entries of a list that are shown before the rest is counted."""
@@ -173,7 +172,7 @@ class DryRun:
                 report.add(choice, args, kwargs)
 
     def _run(self, op: Op, kernel: Kernel, args: Any, kwargs: Any) -> tuple[Call, Any]:
-        by_reference = kernel.host_reads or not _callable_here(kernel)
+        by_reference = kernel.host_reads or (kernel.loaded is not None and not kernel.loaded())
         operators: list[Operator] = []
         self.recorder.sink = operators
         result = (op.body if by_reference else kernel.run)(*args, **kwargs)
@@ -181,12 +180,6 @@ class DryRun:
         given = shown_arguments(args, kwargs, list(op.signature.parameters))
         call = Call(op.name, kernel.name, given, shown(result), tuple(operators), by_reference)
         return call, tree.map(Shape.like, result)
-
-
-def _callable_here(kernel: Kernel) -> bool:
-    from ..npu.features import registered
-
-    return all(registered(name) for name in getattr(kernel, "operators", ()))
 
 
 def shown_arguments(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str] = ()) -> str:

@@ -31,10 +31,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from params.modes import lasting
 from params.tree import items
 
-from .. import registry
 from ..errors import CaptureError, RecaptureWarning
 from ..explain.stages import Lowered, lower
 from ..host import tracing
+from ..op import version
 from ..policy import MODE
 from ..target import Target
 from .backends import BACKENDS, DEFAULTS
@@ -419,7 +419,7 @@ class Jitted:
 
 def _choices() -> tuple[int, int]:
     """What the choice of kernels depends on beside the arguments."""
-    return MODE.get().key, registry.version
+    return MODE.get().key, version()
 
 
 def _joined(parts: Iterable[Iterable[Any]]) -> list[Any]:

@@ -192,6 +192,11 @@ def registered(operator: str) -> Any:
     return getattr(getattr(torch.ops, library), name, None)
 
 
+def loaded(operators: tuple[str, ...]) -> bool:
+    """Whether all of them can be called in this process: on the device, by shape alone or through CPU references."""
+    return all(registered(operator) for operator in operators)
+
+
 def _registered(operator: str) -> str | None:
     packet = registered(operator)
     return None if packet is None else str(packet.default._schema).partition("::")[2]

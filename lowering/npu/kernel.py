@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -10,10 +11,10 @@ from torch import Tensor
 
 from params.quant.values import QuantizedWeight
 
-from ..op import Op, Refusal
-from ..registry import OPS
+from ..kernel import Refusal
+from ..op import OPS, Op
 from ..target import ASCEND
-from .features import serves
+from .features import loaded, missing, serves
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,7 +35,7 @@ def fused(
     targets = tuple(target for target in only if all(target in serves(operator) for operator in operators))
     return op.kernel(
         name, targets=targets, operators=operators, refuse=refuse, prepare=prepare, weights=weights,
-        batches=False, differentiable=False,
+        batches=False, differentiable=False, available=partial(missing, operators), loaded=partial(loaded, operators),
     )  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..op import Kernel, Op
-from ..registry import OPS
+from ..kernel import Kernel
+from ..op import OPS, Op
 from ..target import ASCEND, KIB, TARGETS
 from .features import DOCUMENTED, lacking, recorded
 

@@ -39,8 +39,9 @@ from ..ops.linear import linear
 from ..ops.mlp import Caps, swiglu
 from ..ops.moe import experts
 from ..ops.widen import wide_dtype
-from ..policy import MODE, Policy, use
+from ..policy import MODE, Policy
 from ..target import EVERY
+from ..use import use
 from ..weights import PreparedWeight
 
 INT8 = (Int8Weight, StaticInt8Weight, Int4Weight)

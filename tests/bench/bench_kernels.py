@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lowering import OPS
-from lowering.op import REFERENCE, Kernel
+from lowering.kernel import REFERENCE, Kernel
 from tests.bench.timing import best
 from tests.cases import CASES, Case
 

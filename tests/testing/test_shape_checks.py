@@ -24,7 +24,7 @@ from funcmodels.attention import gqa
 from funcmodels.state.step import begin
 from funcmodels.testing.shape_checks import disable_shape_checks, enable_shape_checks, shape_checked
 from lowering import OPS, ops
-from lowering.op import Kernel
+from lowering.kernel import Kernel
 from tests.tiny import SIZES
 
 pytestmark = pytest.mark.plain

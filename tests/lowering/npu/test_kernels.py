@@ -14,7 +14,7 @@ from torch import Tensor
 
 import lowering
 from lowering import OPS, LoweringError, Policy, npu_reference
-from lowering.op import Kernel
+from lowering.kernel import Kernel
 from lowering.target import ASCEND
 from tests.cases import CASES, Arguments, Case, Draw, Rows, delta, paged
 from tests.each import each

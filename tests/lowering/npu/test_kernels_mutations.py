@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lowering import OPS, LoweringError, npu_reference
+from lowering.kernel import Kernel
 from lowering.npu import (
     attention,
     delta,
@@ -29,7 +30,6 @@ from lowering.npu import (
     short_conv,
     sparse,
 )
-from lowering.op import Kernel
 from lowering.target import ASCEND
 from tests.cases import CASES, Case
 

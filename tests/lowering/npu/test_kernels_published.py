@@ -10,7 +10,7 @@ import torch
 import funcmodels as fm
 import lowering
 from lowering.explain.report import Report
-from lowering.op import FUSED
+from lowering.kernel import FUSED
 
 SIZES: dict[str, Any] = {
     "vocab_size": 248320, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,

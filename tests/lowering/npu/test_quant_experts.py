@@ -10,9 +10,9 @@ from torch import Tensor
 
 import lowering
 from lowering import LoweringError, Policy, npu_reference, ops
+from lowering.kernel import FUSED
 from lowering.npu import quant_experts
 from lowering.npu.quant_experts import Int4Experts, Int8Experts, MXFP8Experts
-from lowering.op import FUSED
 from params import tree
 from params.quant.rounding import int4_correction, int4_weight, int8_weight, mxfp8, pack_int4
 from params.quant.values import Int4Weight, Int8Weight, MXFP8Weight

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import lowering
 from lowering import LoweringError, Policy, npu_reference, ops
+from lowering.kernel import FUSED
 from lowering.npu.quant_linear import Int8Blocks, MXFP8Pairs, StaticInt8Blocks, in_pairs, turned
-from lowering.op import FUSED
 from params import tree
 from params.quant.rounding import int8_range, int8_weight, mxfp8
 from params.quant.values import Int8Weight, MXFP8Weight, SplitWeight, StaticInt8Weight

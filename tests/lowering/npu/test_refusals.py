@@ -18,8 +18,8 @@ from torch import Tensor
 import funcmodels as fm
 import lowering
 from lowering import OPS, LoweringError, Policy, npu_reference, ops
+from lowering.kernel import FUSED, REFERENCE
 from lowering.npu.features import missing
-from lowering.op import FUSED, REFERENCE
 from lowering.target import ASCEND, named
 from tests import tiny
 from tests.cases import CASES, Case, cases_of

@@ -11,8 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowering
 from lowering import npu_reference, ops
+from lowering.kernel import FUSED
 from lowering.npu import sparse
-from lowering.op import FUSED
 from tests.lowering.ops.test_sparse import Rows, Sizes, filled
 from tests.tolerances import assert_close
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import lowering
-from lowering import OPS, TARGETS, LoweringError, ops
-from lowering.npu import device, features
-from lowering.target import ASCEND, named, of_device
+from lowering import OPS, TARGETS, LoweringError, detect, ops
+from lowering.detect import of_device
+from lowering.npu import features
+from lowering.target import ASCEND, named
 from tests.cases import CASES
 
 ROOT = Path(__file__).parents[3]
@@ -33,7 +34,7 @@ ROOT = Path(__file__).parents[3]
 )  # fmt: skip
 def test_a_soc_name_has_one_target(soc: str, target: str) -> None:
     """No two patterns meet."""
-    assert device.of_soc(soc) is TARGETS[target]
+    assert detect.of_soc(soc) is TARGETS[target]
     assert [t.name for t in TARGETS.values() if t.soc and re.match(t.soc, soc)] == [target]
 
 
@@ -41,7 +42,7 @@ def test_an_unknown_soc_is_an_error_that_lists_the_known() -> None:
     """The first Ascend 910 among them: it is none of the three."""
     for soc in ("Ascend910A", "Ascend910ProB", "Ascend310"):
         with pytest.raises(LoweringError, match=f"no target covers the SoC '{soc}'; known are ascend910b"):
-            device.of_soc(soc)
+            detect.of_soc(soc)
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, soc: str | Exception, version: str = "2.10.0", cann: str = "9.0") -> None:
@@ -54,26 +55,26 @@ def machine(monkeypatch: pytest.MonkeyPatch, soc: str | Exception, version: str 
 
     npu = SimpleNamespace(get_device_name=name, utils=SimpleNamespace(get_cann_version=lambda: cann))
     monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=npu, __version__=version))
-    device.detected.cache_clear()
+    detect.ascend.cache_clear()
 
 
 def test_a_device_is_detected_with_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """SoC, torch_npu and CANN."""
     npu = torch.device("privateuseone", 0)
     machine(monkeypatch, "Ascend910_9391", "2.10.0.post6")
-    found = device.detected(npu)
+    found = detect.ascend(npu)
     assert (found.name, found.torch_npu, found.cann) == ("ascend910_93", "2.10.0.post6", "9.0")
     machine(monkeypatch, "Ascend950PR_9589", cann="")
-    assert (device.detected(npu).name, device.detected(npu).cann) == ("ascend950", None)
+    assert (detect.ascend(npu).name, detect.ascend(npu).cann) == ("ascend950", None)
     machine(monkeypatch, "Ascend310P3")
     with pytest.raises(LoweringError, match="'ascend310p' is refused: no operator has been checked"):
-        device.detected(npu)
+        detect.ascend(npu)
     machine(monkeypatch, RuntimeError("function aclrtGetSocName not found"))
     with pytest.raises(
         LoweringError, match=r"does not say what it is \(function aclrtGetSocName not found\); name the"
     ):
-        device.detected(npu)
-    device.detected.cache_clear()
+        detect.ascend(npu)
+    detect.ascend.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def test_tensors_on_an_npu_ask_the_driver(monkeypatch: pytest.MonkeyPatch) -> No
     machine(monkeypatch, "Ascend910B2")
     there: Any = Elsewhere()
     assert of_device(there).name == "ascend910b"
-    device.detected.cache_clear()
+    detect.ascend.cache_clear()
     monkeypatch.delitem(sys.modules, "torch_npu")
     with pytest.raises(LoweringError, match="torch_npu is not loaded; import it, or name a target"):
         of_device(there)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,9 +22,12 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import funcmodels as fm
 import lowering
 from lowering import OPS, TARGETS, LoweringError, Policy, ops
-from lowering.op import REFERENCE, Choice, Op
+from lowering.detect import of_device
+from lowering.kernel import REFERENCE, Choice
+from lowering.op import Op
 from lowering.policy import from_environment
-from lowering.target import named, of_device
+from lowering.target import named
+from lowering.weights import PreparedWeight, plain
 from params import TensorSpec
 from tests.cases import CASES, DECODE_1, Case, Draw, Rows, cases_of, delta
 from tests.each import each, try_all
@@ -501,6 +504,69 @@ def test_prepared_weights_choose_their_kernel() -> None:
         lowering.use(linear="onednn_packed"),
     ):
         ops.linear(args[0].double(), packed)
+
+
+class Early(PreparedWeight):
+    """A weight in the layout of one kernel."""
+
+    kernels: ClassVar[tuple[str, ...]] = ("early",)
+
+    def __init__(self, weight: Tensor) -> None:
+        self.values = weight
+
+    def plain(self) -> Tensor:
+        """The weight as it was."""
+        return self.values
+
+    def static_key(self) -> object:
+        """Enough for this test."""
+        return type(self)
+
+
+class Late(Early):
+    """A weight in the layout of another."""
+
+    kernels = ("late",)
+
+
+class Owner:
+    """A node with a weight of the op of this test."""
+
+    def __init__(self, weight: Any) -> None:
+        self.weight = weight
+
+    def lower_weights(self, prepare: Any) -> Owner:
+        """With the weight that the op's kernel wants."""
+        return Owner(prepare("test_scaled", self.weight))
+
+
+def test_a_weight_is_prepared_for_the_kernel_that_is_chosen() -> None:
+    """By the policy in force too; not at all where a rule may choose another kernel at each call."""
+    x, owner = torch.ones(3), Owner(torch.full((3,), 2.0))
+
+    def test_scaled(x: Tensor, weight: Any) -> Tensor:
+        return x * plain(weight)
+
+    op = Op(test_scaled)
+    for kind in (Early, Late):
+        op.kernel(*kind.kernels, targets=("cpu",), prepare=kind)(test_scaled)
+
+    def met(kernel: str, layout: type) -> None:
+        weight = lowering.prepare(owner).weight
+        assert type(weight) is layout and op.explain(x, weight).kernel.name == kernel
+
+    try:
+        met("early", Early)
+        with lowering.use(test_scaled="late"):
+            met("late", Late)
+        with lowering.use(test_scaled=REFERENCE):
+            met(REFERENCE, Tensor)
+        op.order_by(("cpu",))(lambda x, weight: (("late",) if len(x) < 9 else (), "late is for few"))
+        met("late", Tensor)
+        with lowering.use(test_scaled="early"):
+            met("early", Early)
+    finally:
+        del OPS["test_scaled"]
 
 
 def test_one_decode_step_chooses_the_step_kernel() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 import funcmodels as fm
 import lowering
 from lowering import OPS, LoweringError, Policy, ops
-from lowering.op import REFERENCE, Kernel
+from lowering.kernel import REFERENCE, Kernel
 from params import tree as trees
 from params.tree import items, put
 from tests.cases import CASES, DECODE_8, Case, Draw, delta, live

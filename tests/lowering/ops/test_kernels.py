@@ -13,7 +13,7 @@ import torch
 import lowering
 from lowering import OPS, LoweringError, Policy
 from lowering.check.comparison import prepared
-from lowering.op import REFERENCE, Kernel
+from lowering.kernel import REFERENCE, Kernel
 from lowering.target import TARGETS
 from params import tree
 from params.shards import AddendWeight, SomeExperts, VocabularyWeight

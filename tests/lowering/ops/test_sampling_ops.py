@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowering
 from lowering import OPS, ops
-from lowering.op import REFERENCE
+from lowering.kernel import REFERENCE
 from lowering.portable.sampling import _smallest, _smallest_by_row
 
 KERNELS = list(OPS["keep_top"].kernels)

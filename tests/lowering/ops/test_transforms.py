@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowering
 from lowering import OPS, Policy
-from lowering.op import REFERENCE
+from lowering.kernel import REFERENCE
 from tests.cases import CASES, Case, cases_of, live
 from tests.each import each
 from tests.tolerances import assert_close
