@@ -21,7 +21,6 @@ import params as checkpoints
 from lowering import CaptureError, LoweringError, Report, Sheet
 from lowering.detect import device_named
 
-from . import cli
 from .checkpoint.loading import load, open_checkpoint, without_weights
 from .checkpoint.parallel import ranks_of, started
 from .drafts.named import default_draft
@@ -33,7 +32,6 @@ from .serving.requests import Event, Result
 from .state.batch import Batch
 from .state.state import State
 
-DTYPES = {name: getattr(torch, name) for name in cli.DTYPES}
 PROMPT = 'def read_lines(path):\n    """Return the lines of a text file, without line ends."""'
 """Ends without a newline: the bundled model's tokens join one with the indentation that follows it."""
 DEMO_TEMPERATURE = 0.7
@@ -87,6 +85,10 @@ def _check_together(args: argparse.Namespace) -> None:
         raise ValueError(f"--draft-steps {args.draft_steps} is of no use without a draft; name one with --draft")
 
 
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
 @contextmanager
 def _silence() -> Iterator[None]:
     """For ranks after the first: all of them find the same tokens."""
@@ -97,7 +99,7 @@ def _silence() -> Iterator[None]:
 def _continue(args: argparse.Namespace, sampling: Sampling, device: str, ranks: checkpoints.Ranks | None) -> int:
     """Continue the prompt, and show what ran."""
     prompt = PROMPT if args.prompt is None else sys.stdin.read() if args.prompt == "-" else args.prompt
-    model, params = load(args.model, dtype=DTYPES.get(args.dtype), device=device, mesh=ranks)
+    model, params = load(args.model, dtype=_dtype(args.dtype), device=device, mesh=ranks)
     args.draft = default_draft(model) if args.draft is None else args.draft
     _check_together(args)
     if args.backend is None:
@@ -112,7 +114,7 @@ def _continue(args: argparse.Namespace, sampling: Sampling, device: str, ranks: 
         print(event.text, end="", flush=True)
 
     options: dict[str, Any] = {"draft": args.draft, "draft_steps": args.draft_steps}
-    options |= {"recurrent_dtype": DTYPES[args.recurrent_dtype], "backend": args.backend, "sampling": sampling}
+    options |= {"recurrent_dtype": _dtype(args.recurrent_dtype), "backend": args.backend, "sampling": sampling}
     with lowering.record() as report:
         result = generate(model, params, [prompt], args.max_new_tokens, stream=show, **options)[0]
     print(flush=True)
@@ -208,7 +210,7 @@ def _inspect(args: argparse.Namespace) -> int:
 def _lower(args: argparse.Namespace) -> int:
     if args.tokens < 1:
         raise ValueError(f"--tokens must be at least 1, found {args.tokens}")
-    dtypes = {"dtype": DTYPES[args.dtype], "recurrent_dtype": DTYPES[args.recurrent_dtype]}
+    dtypes = {"dtype": _dtype(args.dtype), "recurrent_dtype": _dtype(args.recurrent_dtype)}
     schemes = dict(args.quantize)
     if len(schemes) < len(args.quantize):
         raise ValueError(f"--quantize names a pattern twice: {', '.join(pattern for pattern, _ in args.quantize)}")

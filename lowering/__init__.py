@@ -17,10 +17,11 @@ from .errors import CaptureError, CollectiveError, LoweringError, RecaptureWarni
 from .explain.html import page
 from .explain.report import Report, Row, explain, record, watch
 from .explain.sheet import Sheet
-from .explain.stages import Lowered, compared, lower
+from .explain.stages import Lowered, compared
 from .explain.table import table
 from .jit.jitted import HostSide, Jitted, host_side, jit
 from .kernel import Choice, Kernel
+from .lower import lower
 from .op import OPS, Op, find, op
 from .policy import MODE, Policy
 from .prepare import prepare

@@ -24,8 +24,8 @@ from . import detect
 from . import target as targets
 from .check.device import Checked
 from .check.journal import Journal, supervise, work
-from .dryrun import fetch
 from .dryrun.stubs import stubs
+from .dryrun.wheel import fetch
 from .errors import LoweringError
 from .explain.html import page
 

@@ -18,10 +18,10 @@ from params.inspection import Inspection, inspect
 from params.mapped import MappedRows
 from params.quant.recipes import dequantize, quantize
 from params.quant.schemes import quantized_spec
-from params.quant.single import load_projection
 from params.saving import save
 from params.sharded import shard, sharded
 from params.sharding import Ranks
+from params.single import load_projection
 from params.spec import TensorSpec
 from params.tree import (
     at,

@@ -1,16 +1,11 @@
-"""`lower`: a function and its arguments, lowered to a target and not run: what it would call there, at what cost.
-
-Named as in JAX: `lower(fn, *args, target=...)` gives a `Lowered` with `.as_text()`, `.explain()` and
-`.cost_analysis()`. Arguments may be abstract, so a model lowers on a machine that could not hold its weights.
-"""
+"""What `lower` gives: a program lowered to a target and not run, what it would call there, and at what cost."""
 
 from __future__ import annotations
 
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,14 +14,10 @@ from torch import Tensor
 from params import tree
 from params.spec import TensorSpec
 
-from .. import detect
-from .. import target as targets
 from ..errors import CaptureError
-from ..policy import MODE, Policy
 from ..target import Target
-from ..use import check_names, use
 from .costs import Cost
-from .report import Report, abstract, dry
+from .report import Report
 from .sheet import Sheet
 from .trace import Call, DryRun, Operator
 
@@ -158,57 +149,6 @@ def _call_lines(call: Call) -> list[str]:
     # Loops repeat operators: those alike are told once, with their number.
     counted = Counter(map(str, call.operators))
     return [head, *(f"      {text}{f'  ({count} times)' if count > 1 else ''}" for text, count in counted.items())]
-
-
-def lower(
-    function: Callable[..., Any],
-    *args: Any,
-    target: str | Target | None = None,
-    policy: Policy | None = None,
-    **kwargs: Any,
-) -> Lowered:
-    """Lower `function(*args, **kwargs)` to `target` without running it.
-
-    Arguments may be real tensors, tensors on device "meta" and `TensorSpec` leaves; only shapes and dtypes are read.
-    For an Ascend target the program is traced in a process of its own, through the operators of the real torch_npu
-    (`python -m lowering fetch-torch-npu` gets it once); the function must then be importable there. `target` defaults
-    to that of the tensors.
-
-    Raises `LoweringError` for a target, policy, kernel or torch_npu that is not there, for an operator call that its
-    own shape function refuses, and what the function itself raises.
-    """
-    mode = MODE.get()
-    chosen = mode.target or _target_of((args, kwargs)) if target is None else targets.named(target)
-    chosen_policy = policy or mode.policy
-    check_names(chosen_policy)
-    if chosen.device == "npu":
-        from .. import dryrun
-
-        found = dryrun.lower(function, args, kwargs, chosen, chosen_policy)
-    else:
-        run = DryRun()
-        with dry(chosen, chosen_policy, run) as (fake, report), torch.no_grad():
-            run.program(function, abstract(args, fake), abstract(kwargs, fake))
-        found = lowered(chosen, f"torch {torch.__version__}", run, report, argument_bytes(function, args, kwargs))
-    if _device_of((args, kwargs)).type.replace("meta", "cpu") != chosen.device:
-        return found
-    return replace(found, capture=partial(_captured, function, args, kwargs, chosen_policy))
-
-
-def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy) -> Any:
-    from ..jit.jitted import jit
-
-    with use(policy):
-        return jit(function).ahead(*args, **kwargs)
-
-
-def _target_of(arguments: Any) -> Target:
-    return detect.of_device(_device_of(arguments))
-
-
-def _device_of(arguments: Any) -> torch.device:
-    devices = [leaf.device for leaf in tree.leaves(arguments) if isinstance(leaf, Tensor)]
-    return devices[0] if devices else torch.device("cpu")
 
 
 def lowered(target: Target, through: str, run: DryRun, report: Report, sizes: dict[str, int]) -> Lowered:

@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,8 +31,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from params.modes import lasting
 from params.tree import items
 
+from ..dryrun.traced import traced
 from ..errors import CaptureError, RecaptureWarning
-from ..explain.stages import Lowered, lower
+from ..explain.stages import Lowered
 from ..host import tracing
 from ..op import version
 from ..policy import MODE
@@ -229,8 +230,8 @@ class Jitted:
         """The function lowered for arguments like these, batches padded to their bucket; `.compile()` captures it."""
         given = self._prepared(args, kwargs)
         bound = inspect.BoundArguments(self.signature, given)
-        found = lower(self.function, *bound.args, target=target, **bound.kwargs)
-        return replace(found, capture=partial(self.ahead, *args, **kwargs)) if found.capture else found
+        capture = partial(self.ahead, *args, **kwargs)
+        return traced(self.function, bound.args, bound.kwargs, target, None, capture)
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments as a call would hand them to a replay."""
