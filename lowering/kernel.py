@@ -11,7 +11,7 @@ from torch import Tensor
 
 from params.weights import WeightValue
 
-from .signature import DIFFERENTIATED, SECOND, Inputs
+from .signature import DIFFERENTIATED, SECOND, OpCall
 from .target import Target
 from .weights import PreparedWeight
 
@@ -77,7 +77,7 @@ class Kernel:
         """Whether the kernel was written for weights of this kind, quantised or plain. The reference reads all."""
         return self.name == REFERENCE or isinstance(weight, self.weights or Tensor)
 
-    def refusal(self, target: Target, call: Inputs | None) -> str | None:
+    def refusal(self, target: Target, call: OpCall | None) -> str | None:
         """Why it does not run on `target`, or there does not take the call; None when it does."""
         if not self.serves(target):
             return f"serves {', '.join(self.targets)}; target is {target.name}"

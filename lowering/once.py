@@ -18,7 +18,7 @@ from .errors import LoweringError
 from .kernel import Kernel
 
 
-class _Last(torch.autograd.Function):
+class _Final(torch.autograd.Function):
     """The identity, of a gradient that has no derivative itself: taking one raises the message."""
 
     @staticmethod
@@ -45,7 +45,7 @@ def differentiated_once(op: str, kernel: Kernel, around: str, args: tuple[Any, .
             raise LoweringError(message)
 
     def after(gradient: Tensor) -> Tensor | None:
-        return _Last.apply(gradient, message) if torch.is_grad_enabled() else None
+        return _Final.apply(gradient, message) if torch.is_grad_enabled() else None
 
     def watched(x: Any) -> Any:
         if isinstance(x, Tensor) and x.requires_grad:

@@ -30,7 +30,7 @@ from .errors import LoweringError
 from .kernel import FUSED, REFERENCE, Choice, Kernel, Refusal, with_weights
 from .once import differentiated_once
 from .policy import COMPILED, MODE, Mode, Policy
-from .signature import Inputs, key_of, records_gradients, surroundings, with_autograd, without_values
+from .signature import OpCall, key_of, records_gradients, surroundings, with_autograd, without_values
 from .target import TARGETS, Target
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -250,7 +250,7 @@ class Op:
         return self.choose(Mode(mode.policy, chosen, dry=mode.dry), around, args, kwargs)
 
     def candidates(
-        self, policy: Policy, target: Target, call: Inputs | None = None
+        self, policy: Policy, target: Target, call: OpCall | None = None
     ) -> Iterator[tuple[Kernel, str | None]]:
         """The kernels in the order to try them, each with what refuses it, or None: the first without is chosen.
 
@@ -271,7 +271,7 @@ class Op:
             else:
                 yield kernel, kernel.refusal(target, call)
 
-    def _weighed(self, known: list[Kernel], target: Target, call: Inputs) -> list[Kernel]:
+    def _weighed(self, known: list[Kernel], target: Target, call: OpCall) -> list[Kernel]:
         first, _ = self._ordered(target, call)
         if not first:
             return known
@@ -279,7 +279,7 @@ class Op:
         # A rule weighs kernels of a kind; portable ones stand behind whatever is fused here.
         return sorted(tried, key=lambda kernel: kernel.portable or not kernel.serves(target))
 
-    def _ordered(self, target: Target, call: Inputs) -> tuple[list[Kernel], str]:
+    def _ordered(self, target: Target, call: OpCall) -> tuple[list[Kernel], str]:
         """The kernels that the target's rule of order names for a call, and the rule's sentence."""
         if target.name not in self.orders:
             return [], ""
@@ -288,7 +288,7 @@ class Op:
 
     def choose(self, mode: Mode, around: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """The first kernel that nothing refuses; `LoweringError` when the policy leaves none."""
-        call = Inputs(args, kwargs, "" if mode.dry is not None else around or without_values(args, kwargs))
+        call = OpCall(args, kwargs, "" if mode.dry is not None else around or without_values(args, kwargs))
         target = mode.target or detect.of_device(call.device)
         source, asked = self.asked(mode.policy) or (None, None)
         refused = {FUSED: self.lacking[target.name]} if target.name in self.lacking and asked is None else {}
@@ -304,13 +304,13 @@ class Op:
             raise LoweringError(self._elsewhere(self.kernels[asked], mode, target, call))
         raise LoweringError(_no_kernel(self, target, source, asked, refused, call))
 
-    def _passed_over(self, kernel: Kernel, target: Target, call: Inputs) -> dict[str, str]:
+    def _passed_over(self, kernel: Kernel, target: Target, call: OpCall) -> dict[str, str]:
         """The kernels of its kind that a rule of order puts behind the one that is chosen, each with the rule's why."""
         ordered, why = self._ordered(target, call)
         later = ordered[ordered.index(kernel) + 1 :] if kernel in ordered else []
         return {one.name: why for one in later if one.portable == kernel.portable and one.serves(target)}
 
-    def _elsewhere(self, kernel: Kernel, mode: Mode, target: Target, call: Inputs) -> str:
+    def _elsewhere(self, kernel: Kernel, mode: Mode, target: Target, call: OpCall) -> str:
         """What to say of a kernel asked for by name that was written for other targets."""
         governing = (self.name, *self.contains)
         prefer = {name: asked for name, asked in mode.policy.prefer.items() if name not in governing}
@@ -400,7 +400,7 @@ vars(_marked)["_dynamo_marked_constant"] = True
 
 
 def _no_kernel(
-    op: Op, target: Target, source: str | None, asked: str | None, refused: dict[str, str], call: Inputs
+    op: Op, target: Target, source: str | None, asked: str | None, refused: dict[str, str], call: OpCall
 ) -> str:
     names = list(op.signature.parameters)
     shown = [f"{name}={tree.describe(value)}" for name, value in zip(names, call.args, strict=False)]

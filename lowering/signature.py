@@ -25,7 +25,7 @@ DIFFERENTIATED = frozenset({"autograd", "grad", "jvp", SECOND})
 """Surroundings in which derivatives are taken. A tensor still has its values on the host there."""
 
 
-class Inputs(NamedTuple):
+class OpCall(NamedTuple):
     """The arguments of a call, and what records, maps or differentiates operators around it."""
 
     args: tuple[Any, ...]

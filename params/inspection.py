@@ -17,7 +17,7 @@ from params.spec import widened
 from params.tree import describe, size
 
 
-class Row(NamedTuple):
+class Line(NamedTuple):
     """A tensor: its name in the checkpoint, `bf16[2,16]`, its file, the leaf and the region of it, and a remark.
 
     `file` is empty for a missing tensor, `leaf` for one that is ignored or unexpected.
@@ -42,7 +42,7 @@ class Inspection:
 
     directory: Path
     config: dict[str, Any] = field(repr=False)
-    rows: tuple[Row, ...] = field(repr=False)
+    rows: tuple[Line, ...] = field(repr=False)
     problems: tuple[str, ...]
     ignored: dict[str, str] = field(repr=False)
     num_bytes: int
@@ -93,9 +93,9 @@ def inspect(path: str | Path, spec: Any, names: Names, *, dtype: torch.dtype | N
         where = (home.path or "", home.part.where() if home.part else "") if home else ("", "")
         note = notes[name].kind if name in notes else repeats.get(name) or _ignored(plan.ignored.get(name))
         note = note or quantized.words.get(name, "")
-        rows.append(Row(name, describe(tensor), tensor.file.name, *where, note))
+        rows.append(Line(name, describe(tensor), tensor.file.name, *where, note))
     rows += [
-        Row(problem.name, shown(problem.part.shape), "", problem.path or "", problem.part.where(), problem.kind)
+        Line(problem.name, shown(problem.part.shape), "", problem.path or "", problem.part.where(), problem.kind)
         for problem in plan.problems
         if problem.kind == "missing" and problem.part
     ]

@@ -60,12 +60,12 @@ def sharded(spec: T, names: Names, wholes: Mapping[str, TensorSpec], ranks: Rank
     distinct = pytree.tree_map(lambda leaf: None if leaf is None else replace(leaf), spec)
     paths = {id(leaf): path for path, leaf in items(distinct)}
     local = _over_weights(distinct, wholes, ranks, take)
-    homes = {path: Home(paths[id(cuts[id(leaf)][0])], *cuts[id(leaf)]) for path, leaf in items(local)}
+    homes = {path: Origin(paths[id(cuts[id(leaf)][0])], *cuts[id(leaf)]) for path, leaf in items(local)}
     same = {known.name: getattr(names, known.name) for known in fields(Names)}
     return local, RankNames(**same, plain=names, homes=homes, wholes=dict(items(distinct)))
 
 
-class Home(NamedTuple):
+class Origin(NamedTuple):
     """Where a rank's leaf comes from: the whole leaf's path and spec, and how it was cut, None for all of it."""
 
     path: str
@@ -78,7 +78,7 @@ class RankNames(Names):
     """The names of a family of which a rank reads slices. `homes`: the rank's leaf to what it is a part of."""
 
     plain: Names = field(default_factory=lambda: Names("", {}), repr=False)
-    homes: Mapping[str, Home] = field(default_factory=dict, repr=False)
+    homes: Mapping[str, Origin] = field(default_factory=dict, repr=False)
     wholes: Mapping[str, TensorSpec] = field(default_factory=dict, repr=False)
 
     def layouts(self, path: str, leaf: TensorSpec, paths: Collection[str]) -> tuple[Layout, ...]:
@@ -214,7 +214,7 @@ def _cut_spec(leaf: TensorSpec, cut: Cut) -> TensorSpec:
     return replace(leaf, shape=shape, parts=None, shard=None)
 
 
-def _pieces(part: Part, home: Home) -> Iterator[Part]:
+def _pieces(part: Part, home: Origin) -> Iterator[Part]:
     """What a rank reads of a stored tensor, and where in its own leaf that goes."""
     assert home.cut is not None
     axis, place = home.cut.axis, 0
@@ -230,7 +230,7 @@ def _pieces(part: Part, home: Home) -> Iterator[Part]:
         place += len(held)
 
 
-def _slice_of(part: Part, home: Home, taken: range, stands: int, place: int) -> Part:
+def _slice_of(part: Part, home: Origin, taken: range, stands: int, place: int) -> Part:
     """The piece of a stored tensor that is `taken` of the whole leaf, where it stands from `stands` on."""
     assert home.cut is not None
     axis = home.cut.axis

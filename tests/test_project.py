@@ -34,6 +34,114 @@ def imports(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in found}
 
 
+def module_of(path: Path) -> str:
+    """The name a file is imported by."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for paths in SOURCES.values() for path in paths}
+
+
+def arrows(module: str) -> set[str]:
+    """The modules of the three packages that a module imports, in functions and for type checkers too."""
+    path, found = MODULES[module], set[str]()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = module.split(".")[: len(module.split(".")) - node.level + (path.name == "__init__.py")]
+            start = ".".join([*(package if node.level else []), *filter(None, [node.module])])
+            names = (f"{start}.{alias.name}" for alias in node.names)
+            found.update(name if name in MODULES else start for name in names)
+    return (found & set(MODULES)) - {module}
+
+
+ARROWS = {module: arrows(module) for module in MODULES}
+
+
+def reached(module: str) -> set[str]:
+    """What a module imports, and what that imports, and so on."""
+    found: set[str] = set()
+    ahead = set(ARROWS[module])
+    while ahead:
+        found |= ahead
+        ahead = {name for one in ahead for name in ARROWS[one]} - found
+    return found
+
+
+KNOWN_CIRCLES = (
+    {"funcmodels.state.batch", "funcmodels.state.state"},
+    {"funcmodels.model", "funcmodels.models.qwen3_8_flash_next", "funcmodels.models.qwen3_8_flash_next_mtp"},
+)
+"""By the types of each other's values alone."""
+
+
+def test_no_modules_import_each_other() -> None:
+    """Not for type checkers, nor inside functions: what two share stands where both can import it."""
+    behind = {module: reached(module) for module in MODULES}
+    circles = {frozenset({a, *(b for b in behind[a] if a in behind[b])}) for a in MODULES if a in behind[a]}
+    assert circles == {frozenset(circle) for circle in KNOWN_CIRCLES}
+
+
+ROOMS = {
+    "params": (
+        "errors guarded modes tree", "weights sharding spec shards files mapped init", "names", "matching reading",
+        "quant", "checkpoint inspection saving sharded single unread", "__init__",
+    ),
+    "lowering": (
+        "errors beside", "target detect host signature weights kernel policy once op use prepare layouts", "ops",
+        "portable npu", "npu_reference cases", "explain", "dryrun", "jit", "check", "lower", "__init__ __main__",
+    ),
+    "funcmodels": (
+        "config errors", "output state", "blocks", "attention", "models model", "checkpoint", "sampling", "drafts",
+        "serving", "testing", "public", "__init__", "commands", "cli", "__main__",
+    ),
+}  # fmt: skip
+"""The files and folders of each package, from what knows nothing to what knows all."""
+
+KNOWN_UPWARD = {("funcmodels.model", "funcmodels.checkpoint.text")}
+"""A model carries its tokenizer."""
+
+
+def test_no_arrow_points_upward() -> None:
+    """From package to package, and from room to room inside of one."""
+    rows = [(package, row) for package, rooms in ROOMS.items() for row in rooms]
+    level = {(package, name): at for at, (package, row) in enumerate(rows) for name in row.split()}
+
+    def height(module: str) -> int:
+        package, _, rest = module.partition(".")
+        return level[package, rest.partition(".")[0] or "__init__"]
+
+    assert {(a, b) for a in MODULES for b in ARROWS[a] if height(b) > height(a)} == KNOWN_UPWARD
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """A name in an error or a report says what it is."""
+    found: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(module)
+    assert {name for name, modules in found.items() if len(modules) > 1} == KNOWN_TWICE
+
+
+KNOWN_TWICE = {"Layer", "Mtp", "Plain", "Row", "Step", "_Keys"}
+"""Each family has its own `Layer`, and its own `Mtp` where it drafts."""
+
+
+def test_a_docstring_opens_with_what_the_thing_is() -> None:
+    """Not with a pronoun: who looks a function up has not read the one above."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            said = (ast.get_docstring(node) if isinstance(node, documented) else None) or ""
+            assert not re.match(r"(That|Those|It|Its|They)\b", said) or path.stem in KNOWN_PRONOUNS, f"{module}: {said}"
+
+
+KNOWN_PRONOUNS = {"dflash", "dspark", "host_sides", "kimi_k3_config", "mla", "programs", "state"}
+
+
 def test_the_declared_dependencies_are_the_imported_ones() -> None:
     (block,) = re.findall(r"^dependencies = \[\n(.*?)^\]", PROJECT, re.DOTALL | re.MULTILINE)
     declared = set(re.findall(r'^    "([a-z_]+)', block, re.MULTILINE))

@@ -14,7 +14,7 @@ from params.guarded import lies_at, read_object
 
 from ..config import section
 from .detokenizer import UNFINISHED, Detokenizer
-from .vocabularies import LibraryErrors, TiktokenModel, TokenizerJson, Vocabulary
+from .vocabularies import LibraryErrors, TiktokenModel, TokenizerJson, TokenVocabulary
 
 FILES: dict[str, type[TokenizerJson] | type[TiktokenModel]] = {
     "tokenizer.json": TokenizerJson, "tiktoken.model": TiktokenModel,
@@ -51,7 +51,7 @@ class Tokenizer:
         return any(lies_at(self.directory / name) for name in FILES)
 
     @cached_property
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> TokenVocabulary:
         """What the file holds."""
         found = next((name for name in FILES if lies_at(self.directory / name)), None)
         if found is None:

@@ -32,7 +32,7 @@ DECODED_GROWTH = 2**12
 
 
 @runtime_checkable
-class Vocabulary(Protocol):
+class TokenVocabulary(Protocol):
     """Text to ids and back. `stages` make a `Detokenizer`, which takes what `token` gives."""
 
     stages: list[Callable[[], Stage]]

@@ -25,7 +25,7 @@ from ..explain.sheet import Sheet
 from ..kernel import Kernel
 from ..op import Op, find
 from ..policy import MODE, Policy
-from ..signature import Inputs
+from ..signature import OpCall
 from ..target import Target
 from ..use import use
 from ..weights import PreparedWeight, plain
@@ -70,28 +70,28 @@ class Fault(AbstractContextManager["Fault"]):
         return True
 
 
-def prepared(op: Op, kernel: Kernel, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def laid_out(op: Op, kernel: Kernel, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments with weights in the kernel's own layout, where it makes one."""
 
-    def laid_out(name: str, weight: Any) -> Any:
+    def in_layout(name: str, weight: Any) -> Any:
         if not (isinstance(weight, QuantizedWeight) or name == "weight") or not kernel.reads(weight):
             return weight
         made = None if kernel.prepare is None else kernel.prepare(weight)
         return weight if made is None else made
 
-    return tuple(laid_out(name, x) for name, x in zip(op.signature.parameters, args, strict=False))
+    return tuple(in_layout(name, x) for name, x in zip(op.signature.parameters, args, strict=False))
 
 
 def outcome_of(kernel: Kernel, target: Target, args: Any, kwargs: Any, expected: Expected, blank: Outcome) -> Outcome:
     """`blank`, filled in with what becomes of a kernel that is asked for by name."""
     op = find(blank.op)
     with Fault() as fault:
-        ((_, reason),) = op.candidates(Policy({op.name: kernel.name}), target, Inputs(args, kwargs))
+        ((_, reason),) = op.candidates(Policy({op.name: kernel.name}), target, OpCall(args, kwargs))
         if reason is not None:
             return replace(blank, refused=reason)
         first, result = _timed(kernel, args, kwargs)
         # Before it is run again: it may write into its arguments, and its result lie there.
-        error, most = expected.worst(settled(op, args, kwargs, result))
+        error, most = expected.worst(comparable(op, args, kwargs, result))
         seconds = min(first, *(_timed(kernel, args, kwargs)[0] for _ in range(ROUNDS - 1)))
         return replace(blank, error=error, bound=most, seconds=seconds)
     return replace(blank, failed=fault.words)
@@ -150,7 +150,7 @@ def reference(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torc
     args = tuple(plain(x) if isinstance(x, PreparedWeight) else x for x in args)
     args, kwargs = tree.map(moved, (args, kwargs), is_leaf=quantized)
     with use(target="cpu"):
-        return settled(op, args, kwargs, op.body(*args, **kwargs))
+        return comparable(op, args, kwargs, op.body(*args, **kwargs))
 
 
 def _float_dtypes(result: Any, otherwise: torch.dtype) -> list[torch.dtype]:
@@ -163,7 +163,7 @@ def _leaves(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
     return [torch.tensor(x, dtype=torch.float64, device="cpu") if isinstance(x, float) else x for x in found], structure
 
 
-def settled(op: Op, args: Any, kwargs: Any, result: Any) -> Any:
+def comparable(op: Op, args: Any, kwargs: Any, result: Any) -> Any:
     """A result without its scratch slot, and with the state half-way along a delta rule's trail in place of the trail.
 
     Kernels choose the trail's form.

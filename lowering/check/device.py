@@ -22,7 +22,7 @@ from ..kernel import Kernel
 from ..op import find
 from ..target import Target
 from ..use import use
-from .comparison import Expected, Fault, Outcome, duration, number, outcome_of, prepared
+from .comparison import Expected, Fault, Outcome, duration, laid_out, number, outcome_of
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Step:
+class Trial:
     """One kernel to run on one case in one dtype."""
 
     case: Case
@@ -90,16 +90,16 @@ class Step:
 
     @property
     def blank(self) -> Outcome:
-        """Its outcome, yet to be filled in."""
+        """The outcome of the trial, yet to be filled in."""
         return Outcome(self.case.op, self.kernel.name, self.case.name, str(self.dtype).removeprefix("torch."))
 
 
-def planned(device: torch.device, target: Target, only: Collection[str] = ()) -> list[Step]:
+def planned(device: torch.device, target: Target, only: Collection[str] = ()) -> list[Trial]:
     """Every kernel of `target` on every case, or on those of the ops `only`; `LoweringError` for an unknown op."""
     dtypes = (torch.float32, torch.bfloat16) + (() if device.type == "cpu" else (torch.float16,))
     names = {find(name).name for name in only}
     return [
-        Step(case, dtype, kernel)
+        Trial(case, dtype, kernel)
         for case in cases.CASES
         for dtype in dtypes
         for kernel in find(case.op).serving(target)
@@ -112,23 +112,23 @@ def check_device(device: torch.device, target: Target, only: Collection[str] = (
 
     An Ascend target on a CPU needs the CPU references of its operators loaded (`lowering.npu_reference.load`).
     """
-    steps = planned(device, target, only)
-    return Checked(environment(device, target), tuple(checked(step, device, target) for step in steps), len(steps))
+    trials = planned(device, target, only)
+    return Checked(environment(device, target), tuple(tried(trial, device, target) for trial in trials), len(trials))
 
 
-def checked(step: Step, device: torch.device, target: Target) -> Outcome:
-    """The outcome of one step, whatever it raises."""
+def tried(trial: Trial, device: torch.device, target: Target) -> Outcome:
+    """The outcome of one trial, whatever it raises."""
     with use(target=target), torch.no_grad():
         with Fault() as fault:
-            expected = _expected(step.case, step.dtype)
+            expected = _expected(trial.case, trial.dtype)
         if fault.words is not None:
-            return replace(step.blank, failed=f"the case or the reference: {fault.words}")
+            return replace(trial.blank, failed=f"the case or the reference: {fault.words}")
         with Fault() as fault:
-            args, kwargs = step.case.arguments(step.dtype)
+            args, kwargs = trial.case.arguments(trial.dtype)
             args, kwargs = tree.map(lambda x: x.to(device) if isinstance(x, Tensor) else x, (args, kwargs))
-            args = prepared(find(step.case.op), step.kernel, args)
-            return outcome_of(step.kernel, target, args, kwargs, expected, step.blank)
-        return replace(step.blank, failed=fault.words)
+            args = laid_out(find(trial.case.op), trial.kernel, args)
+            return outcome_of(trial.kernel, target, args, kwargs, expected, trial.blank)
+        return replace(trial.blank, failed=fault.words)
 
 
 @functools.lru_cache(maxsize=1)

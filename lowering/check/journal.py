@@ -23,7 +23,7 @@ import torch
 from ..errors import LoweringError
 from ..target import Target
 from .comparison import Fault, Outcome
-from .device import Checked, checked, environment, planned
+from .device import Checked, environment, planned, tried
 
 LOST = 3
 """Exit code of a process whose device no longer answers: another one goes on."""
@@ -62,21 +62,21 @@ class Journal:
 
 def work(journal: Journal, device: torch.device, target: Target, only: Sequence[str]) -> int:
     """Run what the journal has no outcome of; the exit code. Stops when the process that started this one is gone."""
-    parent, steps = os.getppid(), planned(device, target, only)
+    parent, trials = os.getppid(), planned(device, target, only)
     found, _ = journal.read()
     here = environment(device, target)
     if found is None:
-        journal.add(environment=here, planned=len(steps))
-    elif _lasting(found.environment) != _lasting(here) or found.planned != len(steps):
+        journal.add(environment=here, planned=len(trials))
+    elif _lasting(found.environment) != _lasting(here) or found.planned != len(trials):
         raise LoweringError(f"{journal.path} is of another machine, version or choice of ops; leave out --resume")
     done = {replace(x, **_UNKNOWN) for x in found.outcomes} if found else set()
-    for step in steps:
-        if step.blank in done:
+    for trial in trials:
+        if trial.blank in done:
             continue
         if os.getppid() != parent:
             return LOST
-        journal.add(begun=asdict(step.blank))
-        outcome = checked(step, device, target)
+        journal.add(begun=asdict(trial.blank))
+        outcome = tried(trial, device, target)
         journal.add(outcome=asdict(outcome))
         if outcome.failed and not _answers(device):
             return LOST

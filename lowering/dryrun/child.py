@@ -24,7 +24,7 @@ from ..explain.stages import Lowered
 from ..explain.trace import DryRun, Recorder, Shape
 from ..npu_reference.registration import give_shapes
 from .costs import NPU
-from .process import Answer, Failure, Request, kernels
+from .process import Answer, Failure, Question, kernels
 from .versions import problems
 
 
@@ -50,8 +50,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     version = load(Path(sys.argv[1]))
-    while request := _read(sys.stdin.buffer):
-        answer = _pickled(_answer(request, version))
+    while question := _read(sys.stdin.buffer):
+        answer = _pickled(_answer(question, version))
         answers.write(len(answer).to_bytes(8, "little") + answer)
         answers.flush()
 
@@ -68,10 +68,10 @@ def _read(stream: BinaryIO) -> bytes:
     return stream.read(int.from_bytes(stream.read(8), "little"))
 
 
-def _answer(request: bytes, version: str) -> Answer | Failure:
+def _answer(question: bytes, version: str) -> Answer | Failure:
     # Whatever a program raises belongs to the one who asked: a future holds it, and this process goes on.
     with ThreadPoolExecutor(1) as thread:
-        future = thread.submit(lambda: _trace(pickle.loads(request), version))
+        future = thread.submit(lambda: _trace(pickle.loads(question), version))
     error = future.exception()
     if error is not None:
         return Failure(error, "".join(traceback.format_exception(error)), kernels())
@@ -89,15 +89,17 @@ def _pickled(answer: Answer | Failure) -> bytes:
     return data
 
 
-def _trace(request: Request, version: str) -> Lowered:
-    for module in request.modules:
+def _trace(question: Question, version: str) -> Lowered:
+    for module in question.modules:
         importlib.import_module(module)
     run = DryRun(Recorder(NPU, lambda name, args, kwargs: problems(name, args, kwargs, version)))
     # In grad and no_grad mode one operator (moe_token_unpermute) ends the process when it is traced.
-    with dry(request.target, request.policy, run) as (_, report), torch.inference_mode(), _Given(run.recorder):
-        args, kwargs = tree_map(lambda x: x.made("npu") if isinstance(x, Shape) else x, (request.args, request.kwargs))
-        run.program(request.function, args, kwargs)
-    return stages.lowered(request.target, f"torch_npu {version}", run, report, request.sizes)
+    with dry(question.target, question.policy, run) as (_, report), torch.inference_mode(), _Given(run.recorder):
+        args, kwargs = tree_map(
+            lambda x: x.made("npu") if isinstance(x, Shape) else x, (question.args, question.kwargs)
+        )
+        run.program(question.function, args, kwargs)
+    return stages.lowered(question.target, f"torch_npu {version}", run, report, question.sizes)
 
 
 if __name__ == "__main__":

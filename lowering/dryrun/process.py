@@ -36,7 +36,7 @@ QUOTED = 2000
 
 
 @dataclass(frozen=True)
-class Request:
+class Question:
     """A program to trace. `modules` are those that register ops and kernels."""
 
     function: Callable[..., Any]
@@ -85,7 +85,7 @@ def lower(
     origins = {origin for of_op in found.values() for origin in of_op.values() if "<locals>" not in origin}
     modules = sorted({origin.partition(":")[0] for origin in origins} - {"__main__", ""})
     shapes = tree.map(_shape, (args, kwargs))
-    answer = _child().ask(_pickled(Request(function, *shapes, target, policy, sizes, tuple(modules))))
+    answer = _child().ask(_pickled(Question(function, *shapes, target, policy, sizes, tuple(modules))))
     asked = {op: [name] for op, name in policy.prefer.items()}
     if isinstance(answer, Failure):
         _check_known(asked, found, answer.kernels)
@@ -136,13 +136,13 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _pickled(request: Request) -> bytes:
+def _pickled(question: Question) -> bytes:
     out = io.BytesIO()
     try:
-        _Pickler(out).dump(request)
+        _Pickler(out).dump(question)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise LoweringError(
-            f"{request.function!r} or one of its arguments cannot be sent to the dry run's process: {error}; give a "
+            f"{question.function!r} or one of its arguments cannot be sent to the dry run's process: {error}; give a "
             "function from the top level of a module, or a method of an object that pickles (model.forward)"
         ) from error
     return out.getvalue()
@@ -150,7 +150,7 @@ def _pickled(request: Request) -> bytes:
 
 @functools.cache
 def _child() -> Child:
-    """The process, started once and kept: loading torch_npu takes seconds, a request a fraction of one."""
+    """The process, started once and kept: loading torch_npu takes seconds, a question a fraction of one."""
     child = Child(fetched())
     atexit.register(child.close)
     return child
@@ -177,14 +177,14 @@ class Child:
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.messages
         )
 
-    def ask(self, request: bytes) -> Answer | Failure:
-        """Send a request and wait. `LoweringError` with the process's last words when it ends instead."""
+    def ask(self, question: bytes) -> Answer | Failure:
+        """Send a question and wait. `LoweringError` with the process's last words when it ends instead."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.ExitStack() as interrupted:
             # A wait that is broken off leaves half an answer in the pipe.
             interrupted.callback(self.close)
             with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.write(len(request).to_bytes(8, "little") + request)
+                self.process.stdin.write(len(question).to_bytes(8, "little") + question)
                 self.process.stdin.flush()
             size = int.from_bytes(self.process.stdout.read(8), "little")
             answer = self.process.stdout.read(size)

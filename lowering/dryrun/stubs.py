@@ -33,7 +33,7 @@ def stubs(wheel: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=wheel) as scratch:
             built = Path(scratch) / "stubs"
             built.mkdir()
-            _build(built, *missing(wheel))
+            _build(built, *wanting(wheel))
             try:
                 built.rename(directory)
             except OSError:
@@ -43,7 +43,7 @@ def stubs(wheel: Path) -> Path:
     return directory
 
 
-def missing(wheel: Path) -> tuple[list[str], list[str]]:
+def wanting(wheel: Path) -> tuple[list[str], list[str]]:
     """Names of the libraries to stand in for, and the symbols that they must define."""
     shipped = sorted(wheel.glob("torch_npu*/**/*.so*"))
     needed = {name for path in shipped for name in _needed(path)} - {path.name for path in shipped}

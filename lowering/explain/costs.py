@@ -32,7 +32,7 @@ class Cost:
         return Cost(self.flops + other.flops, self.bytes + other.bytes)
 
     def times(self, count: int) -> Cost:
-        """That of `count` such calls."""
+        """The cost of `count` such calls."""
         return Cost(self.flops * count, self.bytes * count)
 
 
@@ -117,7 +117,7 @@ def has_flops(operator: OpOverload, formulas: Formulas) -> bool:
 
 
 def cost(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, formulas: Formulas) -> Cost:
-    """That of one call."""
+    """The cost of one call."""
     named = arguments(operator._schema, args, kwargs)
     name = operator._schema.name
     flops = 0

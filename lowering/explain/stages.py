@@ -52,7 +52,7 @@ class Costs:
 
     @property
     def total(self) -> Cost:
-        """That of the whole program."""
+        """The cost of the whole program."""
         return sum((row.cost for row in self.rows), Cost())
 
     def sheet(self) -> Sheet:

@@ -34,7 +34,7 @@ class Shape:
 
     @classmethod
     def like(cls, value: Any) -> Any:
-        """That of a tensor; anything else as it is."""
+        """What is known of a tensor; anything else as it is."""
         if not isinstance(value, Tensor):
             return value
         return cls(tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
@@ -72,7 +72,7 @@ class Call:
 
     @property
     def cost(self) -> Cost:
-        """That of all `count` calls."""
+        """The cost of all `count` calls."""
         return sum((operator.cost for operator in self.operators), Cost()).times(self.count)
 
 

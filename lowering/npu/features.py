@@ -240,4 +240,4 @@ class _Operators:
 npu = _Operators("npu")
 """The operators, looked up at each call: the references may be loaded at any time."""
 atb = _Operators("atb")
-"""Those of the ATB library."""
+"""The operators of the ATB library."""

@@ -41,7 +41,7 @@ class GroupedWeight(PreparedWeight):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the plain weight: experts, outputs, inputs."""
+        """The shape of the plain weight: experts, outputs, inputs."""
         experts, inputs, outputs = self.blocked.shape
         return experts, outputs, inputs
 

@@ -48,7 +48,7 @@ class OnePlusWeight(PreparedWeight):
 
     @property
     def shape(self) -> torch.Size:
-        """That of the weight."""
+        """The shape of the weight."""
         return self.weight.shape
 
     def static_key(self) -> tuple[object, ...]:

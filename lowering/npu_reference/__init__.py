@@ -28,10 +28,26 @@ from . import (
     sparse,
 )
 from .checks import OperatorError
-from .registration import OPERATORS, Operator, load
+from .registration import OPERATORS, OperatorReference, load
 
 # The modules register their operators when they are imported.
 __all__ = [
-    "OPERATORS", "Operator", "OperatorError", "activation", "attention", "cache", "conv", "delta", "hyper_connection",
-    "load", "matmul", "mla", "moe", "norm", "quant", "quant_matmul", "rotary", "sparse",
+    "OPERATORS",
+    "OperatorError",
+    "OperatorReference",
+    "activation",
+    "attention",
+    "cache",
+    "conv",
+    "delta",
+    "hyper_connection",
+    "load",
+    "matmul",
+    "mla",
+    "moe",
+    "norm",
+    "quant",
+    "quant_matmul",
+    "rotary",
+    "sparse",
 ]  # fmt: skip

@@ -24,14 +24,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
-class Operator:
+class OperatorReference:
     """The two parts of an implementation."""
 
     shapes: Callable[..., Any]
     run: Callable[..., Any]
 
 
-OPERATORS: dict[str, Operator] = {}
+OPERATORS: dict[str, OperatorReference] = {}
 """Implementations by the operator's name in `lowering/npu/features.py`."""
 
 _libraries: dict[str, dict[str, torch.library.Library]] = {}
@@ -42,7 +42,7 @@ def operator(name: str, shapes: Callable[..., Any]) -> Callable[[F], F]:
     """Register the decorated function as the CPU implementation of an operator."""
 
     def register(run: F) -> F:
-        OPERATORS[name] = Operator(shapes, run)
+        OPERATORS[name] = OperatorReference(shapes, run)
         return run
 
     return register
@@ -102,7 +102,7 @@ def _implement(library: torch.library.Library, name: str, schema: str) -> None:
     library.impl(own, _named(own, schema, functools.partial(_checked, one)), "CPU")
 
 
-def _checked(one: Operator, **arguments: Any) -> Any:
+def _checked(one: OperatorReference, **arguments: Any) -> Any:
     one.shapes(**arguments)
     with torch.device("cpu"):
         return one.run(**arguments)

@@ -247,7 +247,7 @@ class MXMatrix(PreparedWeight):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the plain weight."""
+        """The shape of the plain weight."""
         return (*self.values.shape[:-1], self.values.shape[-1] - sum(self.padding))
 
     @property

@@ -203,10 +203,11 @@ def _smallest(weights: Tensor, limit: Tensor) -> Tensor:
 def _smallest_by_row(weights: Tensor, limit: Tensor) -> Tensor:
     """The same of the same sums, a row at a time, with fewer of them."""
     rows = zip(weights.split(1), limit.tolist(), strict=True)
-    return torch.tensor([_Row(row, most).smallest() for row, most in rows], dtype=torch.float32, device=weights.device)
+    found = [_RowSearch(row, most).smallest() for row, most in rows]
+    return torch.tensor(found, dtype=torch.float32, device=weights.device)
 
 
-class _Row:
+class _RowSearch:
     """One row of a `Search`. The sum of larger weights is at least the limit at `low`, and below it at `high`."""
 
     TRIES = 24

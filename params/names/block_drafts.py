@@ -6,7 +6,7 @@ norm those of an encoder.
 
 from __future__ import annotations
 
-from params.names.rules import Ignore, Names, Plain, Rows, Rule
+from params.names.rules import Ignore, Merged, Names, Plain, Rule
 
 
 def _layer(tree: str, file: str) -> dict[str, Rule]:
@@ -15,11 +15,11 @@ def _layer(tree: str, file: str) -> dict[str, Rule]:
     return {
         f"{tree}.input_norm.weight": Plain(f"{file}.input_layernorm.weight"),
         f"{tree}.post_norm.weight": Plain(f"{file}.post_attention_layernorm.weight"),
-        f"{tree}.attn.qkv.weight": Rows((f"{attn}.q_proj.weight", f"{attn}.k_proj.weight", f"{attn}.v_proj.weight")),
+        f"{tree}.attn.qkv.weight": Merged((f"{attn}.q_proj.weight", f"{attn}.k_proj.weight", f"{attn}.v_proj.weight")),
         f"{tree}.attn.out.weight": Plain(f"{attn}.o_proj.weight"),
         f"{tree}.attn.q_norm.weight": Plain(f"{attn}.q_norm.weight"),
         f"{tree}.attn.k_norm.weight": Plain(f"{attn}.k_norm.weight"),
-        f"{tree}.mlp.gate_up.weight": Rows((f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")),
+        f"{tree}.mlp.gate_up.weight": Merged((f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")),
         f"{tree}.mlp.down.weight": Plain(f"{mlp}.down_proj.weight"),
     }
 

@@ -7,7 +7,7 @@ head's key, then its value.
 
 from __future__ import annotations
 
-from params.names.rules import Beside, Experts, Ignore, Names, Plain, Rows, of_base_class
+from params.names.rules import Beside, ExpertStack, Ignore, Merged, Names, Plain, of_base_class
 
 _LAYER = "model.layers.{i}"
 _ATTN, _MLP = f"{_LAYER}.self_attn", f"{_LAYER}.mlp"
@@ -23,8 +23,8 @@ NAMES = Names(
         "layers.{i}.post_norm.weight": Plain(f"{_LAYER}.post_attention_layernorm.weight"),
         "layers.{i}.attn.down.weight": Beside(
             "layers.{i}.attn.q_up.weight",
-            Rows((f"{_ATTN}.q_a_proj.weight", f"{_ATTN}.kv_a_proj_with_mqa.weight")),
-            Rows((f"{_ATTN}.q_proj.weight", f"{_ATTN}.kv_a_proj_with_mqa.weight")),
+            Merged((f"{_ATTN}.q_a_proj.weight", f"{_ATTN}.kv_a_proj_with_mqa.weight")),
+            Merged((f"{_ATTN}.q_proj.weight", f"{_ATTN}.kv_a_proj_with_mqa.weight")),
         ),
         "layers.{i}.attn.q_bias": Plain(f"{_ATTN}.q_a_proj.bias"),
         "layers.{i}.attn.kv_bias": Plain(f"{_ATTN}.kv_a_proj_with_mqa.bias"),
@@ -34,14 +34,14 @@ NAMES = Names(
         "layers.{i}.attn.up.weight": Plain(f"{_ATTN}.kv_b_proj.weight"),
         "layers.{i}.attn.out.weight": Plain(f"{_ATTN}.o_proj.weight"),
         "layers.{i}.attn.out.bias": Plain(f"{_ATTN}.o_proj.bias"),
-        "layers.{i}.mlp.gate_up.weight": Rows((f"{_MLP}.gate_proj.weight", f"{_MLP}.up_proj.weight")),
+        "layers.{i}.mlp.gate_up.weight": Merged((f"{_MLP}.gate_proj.weight", f"{_MLP}.up_proj.weight")),
         "layers.{i}.mlp.down.weight": Plain(f"{_MLP}.down_proj.weight"),
         "layers.{i}.mlp.router.weight": Plain(f"{_MLP}.gate.weight"),
-        "layers.{i}.mlp.experts.gate_up": Experts(
+        "layers.{i}.mlp.experts.gate_up": ExpertStack(
             f"{_MLP}.experts.gate_up_proj", (f"{_EXPERT}.gate_proj.weight", f"{_EXPERT}.up_proj.weight")
         ),
-        "layers.{i}.mlp.experts.down": Experts(f"{_MLP}.experts.down_proj", (f"{_EXPERT}.down_proj.weight",)),
-        "layers.{i}.mlp.shared.gate_up.weight": Rows((f"{_SHARED}.gate_proj.weight", f"{_SHARED}.up_proj.weight")),
+        "layers.{i}.mlp.experts.down": ExpertStack(f"{_MLP}.experts.down_proj", (f"{_EXPERT}.down_proj.weight",)),
+        "layers.{i}.mlp.shared.gate_up.weight": Merged((f"{_SHARED}.gate_proj.weight", f"{_SHARED}.up_proj.weight")),
         "layers.{i}.mlp.shared.down.weight": Plain(f"{_SHARED}.down_proj.weight"),
     },
     prefixes=of_base_class(),

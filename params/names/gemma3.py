@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from params.names.rules import INSIDE_A_WRAPPER, Ignore, Names, Plain, Rows, Rule, of_base_class
+from params.names.rules import INSIDE_A_WRAPPER, Ignore, Merged, Names, Plain, Rule, of_base_class
 
 
 def _layer(tree: str, file: str) -> dict[str, Rule]:
@@ -14,13 +14,13 @@ def _layer(tree: str, file: str) -> dict[str, Rule]:
         f"{tree}.post_attn_norm.weight": Plain(f"{file}.post_attention_layernorm.weight"),
         f"{tree}.pre_mlp_norm.weight": Plain(f"{file}.pre_feedforward_layernorm.weight"),
         f"{tree}.post_mlp_norm.weight": Plain(f"{file}.post_feedforward_layernorm.weight"),
-        f"{tree}.attn.qkv.weight": Rows(merged["weight"]),
-        f"{tree}.attn.qkv.bias": Rows(merged["bias"]),
+        f"{tree}.attn.qkv.weight": Merged(merged["weight"]),
+        f"{tree}.attn.qkv.bias": Merged(merged["bias"]),
         f"{tree}.attn.out.weight": Plain(f"{attn}.o_proj.weight"),
         f"{tree}.attn.out.bias": Plain(f"{attn}.o_proj.bias"),
         f"{tree}.attn.q_norm.weight": Plain(f"{attn}.q_norm.weight"),
         f"{tree}.attn.k_norm.weight": Plain(f"{attn}.k_norm.weight"),
-        f"{tree}.mlp.gate_up.weight": Rows((f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")),
+        f"{tree}.mlp.gate_up.weight": Merged((f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")),
         f"{tree}.mlp.down.weight": Plain(f"{mlp}.down_proj.weight"),
     }
 

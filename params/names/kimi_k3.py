@@ -17,10 +17,10 @@ from params.names.rules import (
     ExpertsApart,
     Ignore,
     Layout,
+    Merged,
     Names,
     Part,
     Plain,
-    Rows,
     Rule,
     of_base_class,
 )
@@ -53,8 +53,8 @@ _LAYER = "model.layers.{i}"
 _ATTN, _DENSE, _SPARSE = f"{_LAYER}.self_attn", f"{_LAYER}.mlp", f"{_LAYER}.block_sparse_moe"
 
 
-def _projections(root: str, *names: str) -> Rows:
-    return Rows(tuple(f"{root}.{name}.weight" for name in names))
+def _projections(root: str, *names: str) -> Merged:
+    return Merged(tuple(f"{root}.{name}.weight" for name in names))
 
 
 def _either(rule: Callable[[str], Rule]) -> AnyOf:

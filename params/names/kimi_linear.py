@@ -17,10 +17,10 @@ from params.names.rules import (
     ExpertsApart,
     Ignore,
     Layout,
+    Merged,
     Names,
     Part,
     Plain,
-    Rows,
     Rule,
     Squeeze,
     of_base_class,
@@ -48,17 +48,17 @@ def _either(*rules: Rule) -> AnyOf:
     return AnyOf(rules)
 
 
-def _in_proj(forget: str) -> Rows:
+def _in_proj(forget: str) -> Merged:
     names = (*(f"{_ATTN}.{part}_proj" for part in ("q", "k", "v", "b")), f"{forget}.f_a_proj", f"{_ATTN}.g_a_proj")
-    return Rows(tuple(f"{name}.weight" for name in names))
+    return Merged(tuple(f"{name}.weight" for name in names))
 
 
-def _latent(queries: str) -> Rows:
-    return Rows((f"{_ATTN}.{queries}.weight", f"{_ATTN}.kv_a_proj_with_mqa.weight"))
+def _latent(queries: str) -> Merged:
+    return Merged((f"{_ATTN}.{queries}.weight", f"{_ATTN}.kv_a_proj_with_mqa.weight"))
 
 
-def _gate_up(root: str) -> Rows:
-    return Rows((f"{root}.gate_proj.weight", f"{root}.up_proj.weight"))
+def _gate_up(root: str) -> Merged:
+    return Merged((f"{root}.gate_proj.weight", f"{root}.up_proj.weight"))
 
 
 def _experts(root: str, stacked: str, *each: str) -> ExpertsApart:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from params.names.rules import (
     INSIDE_A_WRAPPER,
     Beside,
-    Experts,
+    ExpertStack,
     Ignore,
+    Merged,
     Names,
     Plain,
-    Rows,
     Rule,
     Squeeze,
     of_base_class,
@@ -27,10 +27,12 @@ def _layer(tree: str, file: str) -> dict[str, Rule | Beside]:
     return {
         f"{tree}.input_norm.weight": Plain(f"{file}.input_layernorm.weight"),
         f"{tree}.post_norm.weight": Plain(f"{file}.post_attention_layernorm.weight"),
-        f"{tree}.attn.qkv.weight": Rows((f"{soft}.q_proj.weight", f"{soft}.k_proj.weight", f"{soft}.v_proj.weight")),
+        f"{tree}.attn.qkv.weight": Merged((f"{soft}.q_proj.weight", f"{soft}.k_proj.weight", f"{soft}.v_proj.weight")),
         f"{tree}.attn.q_norm.weight": Plain(f"{soft}.q_norm.weight"),
         f"{tree}.attn.k_norm.weight": Plain(f"{soft}.k_norm.weight"),
-        f"{tree}.attn.in_proj.weight": Rows(tuple(f"{delta}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))),
+        f"{tree}.attn.in_proj.weight": Merged(
+            tuple(f"{delta}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))
+        ),
         f"{tree}.attn.conv": Squeeze(f"{delta}.conv1d.weight"),
         f"{tree}.attn.a_log": Plain(f"{delta}.A_log"),
         f"{tree}.attn.dt_bias": Plain(f"{delta}.dt_bias"),
@@ -38,14 +40,14 @@ def _layer(tree: str, file: str) -> dict[str, Rule | Beside]:
         f"{tree}.attn.out.weight": Beside(
             f"{tree}.attn.in_proj.weight", Plain(f"{delta}.out_proj.weight"), Plain(f"{soft}.o_proj.weight")
         ),
-        f"{tree}.mlp.gate_up.weight": Rows((f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")),
+        f"{tree}.mlp.gate_up.weight": Merged((f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")),
         f"{tree}.mlp.down.weight": Plain(f"{mlp}.down_proj.weight"),
         f"{tree}.mlp.router.weight": Plain(f"{mlp}.gate.weight"),
-        f"{tree}.mlp.experts.gate_up": Experts(
+        f"{tree}.mlp.experts.gate_up": ExpertStack(
             f"{mlp}.experts.gate_up_proj", (f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight")
         ),
-        f"{tree}.mlp.experts.down": Experts(f"{mlp}.experts.down_proj", (f"{expert}.down_proj.weight",)),
-        f"{tree}.mlp.shared.gate_up.weight": Rows((f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight")),
+        f"{tree}.mlp.experts.down": ExpertStack(f"{mlp}.experts.down_proj", (f"{expert}.down_proj.weight",)),
+        f"{tree}.mlp.shared.gate_up.weight": Merged((f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight")),
         f"{tree}.mlp.shared.down.weight": Plain(f"{shared}.down_proj.weight"),
         f"{tree}.mlp.shared_gate.weight": Plain(f"{mlp}.shared_expert_gate.weight"),
     }

@@ -9,11 +9,11 @@ from __future__ import annotations
 from params.names.rules import (
     INSIDE_A_WRAPPER,
     Beside,
-    Experts,
+    ExpertStack,
     Ignore,
+    Merged,
     Names,
     Plain,
-    Rows,
     Rule,
     Shards,
     Squeeze,
@@ -26,7 +26,7 @@ def _connection(tree: str, file: str, inject: bool) -> dict[str, Rule | Beside]:
     down = f"{file}.input_mix_weight_down.weight"
     return {
         f"{tree}.norm.weight": Plain(f"{file}.hc_norm.weight"),
-        f"{tree}.down": Rows((down, f"{file}.block_inject_weight.weight")) if inject else Plain(down),
+        f"{tree}.down": Merged((down, f"{file}.block_inject_weight.weight")) if inject else Plain(down),
         f"{tree}.up": Plain(f"{file}.input_mix_weight_up.weight"),
     }
 
@@ -35,7 +35,7 @@ def _ngrams(tree: str, file: str) -> dict[str, Rule | Beside]:
     table = f"{file}.ple_embedding.ngram_embedding"
     return {
         f"{tree}.table": Shards(f"{table}.shard_{{s}}.weight", f"{table}.weight"),
-        f"{tree}.key_value.weight": Rows((f"{file}.key_proj.weight", f"{file}.value_proj.weight")),
+        f"{tree}.key_value.weight": Merged((f"{file}.key_proj.weight", f"{file}.value_proj.weight")),
         f"{tree}.key_norm.weight": Plain(f"{file}.norm_key.weight"),
         f"{tree}.query_norm.weight": Plain(f"{file}.norm_query.weight"),
         f"{tree}.conv_norm.weight": Plain(f"{file}.norm_conv.weight"),
@@ -52,12 +52,14 @@ def _layer(tree: str, file: str) -> dict[str, Rule | Beside]:
         **_connection(f"{tree}.attn_streams", f"{file}.attn_hyper_connection", inject=True),
         **_connection(f"{tree}.mlp_streams", f"{file}.mlp_hyper_connection", inject=True),
         **_ngrams(f"{tree}.ngrams", f"{file}.ple"),
-        f"{tree}.attn.qkv.weight": Rows(tuple(f"{name}.weight" for name in read)),
+        f"{tree}.attn.qkv.weight": Merged(tuple(f"{name}.weight" for name in read)),
         f"{tree}.attn.q_norm.weight": Plain(f"{soft}.q_norm.weight"),
         f"{tree}.attn.k_norm.weight": Plain(f"{soft}.k_norm.weight"),
         f"{tree}.attn.index_q_norm.weight": Plain(f"{soft}.indexer.q_layernorm.weight"),
         f"{tree}.attn.index_k_norm.weight": Plain(f"{soft}.indexer.k_layernorm.weight"),
-        f"{tree}.attn.in_proj.weight": Rows(tuple(f"{delta}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))),
+        f"{tree}.attn.in_proj.weight": Merged(
+            tuple(f"{delta}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))
+        ),
         f"{tree}.attn.conv": Squeeze(f"{delta}.conv1d.weight"),
         f"{tree}.attn.a_log": Plain(f"{delta}.A_log"),
         f"{tree}.attn.dt_bias": Plain(f"{delta}.dt_bias"),
@@ -66,11 +68,11 @@ def _layer(tree: str, file: str) -> dict[str, Rule | Beside]:
             f"{tree}.attn.in_proj.weight", Plain(f"{delta}.out_proj.weight"), Plain(f"{soft}.o_proj.weight")
         ),
         f"{tree}.mlp.router.weight": Plain(f"{mlp}.gate.weight"),
-        f"{tree}.mlp.experts.gate_up": Experts(
+        f"{tree}.mlp.experts.gate_up": ExpertStack(
             f"{mlp}.experts.gate_up_proj", (f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight")
         ),
-        f"{tree}.mlp.experts.down": Experts(f"{mlp}.experts.down_proj", (f"{expert}.down_proj.weight",)),
-        f"{tree}.mlp.shared.gate_up.weight": Rows((f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight")),
+        f"{tree}.mlp.experts.down": ExpertStack(f"{mlp}.experts.down_proj", (f"{expert}.down_proj.weight",)),
+        f"{tree}.mlp.shared.gate_up.weight": Merged((f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight")),
         f"{tree}.mlp.shared.down.weight": Plain(f"{shared}.down_proj.weight"),
         f"{tree}.mlp.shared_gate.weight": Plain(f"{mlp}.shared_expert_gate.weight"),
     }

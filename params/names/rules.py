@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """That of the whole checkpoint tensor."""
+        """The shape of the whole checkpoint tensor."""
         return self.shape if self.source is None else self.source.shape
 
     def fitted(self, stored: tuple[int, ...]) -> Part:
@@ -109,7 +109,7 @@ class Squeeze:
 
 
 @dataclass(frozen=True)
-class Rows:
+class Merged:
     """Checkpoint tensors that stand below one another in the leaf; `TensorSpec.parts` says how many rows each has."""
 
     members: tuple[str, ...]
@@ -128,13 +128,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class Convolutions:
-    """Depthwise convolutions `[channels, 1, width]` that stand below one another in the leaf, as `Rows` do."""
+    """Depthwise convolutions `[channels, 1, width]` that stand below one another in the leaf, as `Merged` does."""
 
     members: tuple[str, ...]
 
     def layouts(self, leaf: TensorSpec, layer: int | None) -> tuple[Layout, ...]:
         """One tensor a member, in order, with the input-channel axis put back."""
-        (rows,) = Rows(self.members).layouts(leaf, layer)
+        (rows,) = Merged(self.members).layouts(leaf, layer)
         return (tuple(part._replace(shape=(part.shape[0], 1, part.shape[1])) for part in rows),)
 
 
@@ -152,11 +152,11 @@ class Shards:
         """One tensor a shard, in order; then the whole."""
         counts = leaf.parts or (leaf.shape[0],)
         names = tuple(self.name.format(i=layer, s=shard) for shard in range(len(counts)))
-        return (*Rows(names).layouts(replace(leaf, parts=counts), None), *Plain(self.whole).layouts(leaf, layer))
+        return (*Merged(names).layouts(replace(leaf, parts=counts), None), *Plain(self.whole).layouts(leaf, layer))
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertStack:
     """Expert weights `[experts, rows, columns]`: one stacked tensor, or `each` (with `{e}`) for every expert.
 
     Several names in `each` share the rows equally, in order: gate, then up. Where these are called `gate_proj`,
@@ -174,8 +174,8 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class ExpertsApart(Experts):
-    """`Experts`, of which one tensor an expert and member is written."""
+class ExpertsApart(ExpertStack):
+    """An `ExpertStack`, of which one tensor an expert and member is written."""
 
     def layouts(self, leaf: TensorSpec, layer: int | None) -> tuple[Layout, ...]:
         """One tensor an expert and member first, then the stacked tensor."""
@@ -219,7 +219,7 @@ class AnyOf:
     rules: tuple[Rule, ...]
 
     def layouts(self, leaf: TensorSpec, layer: int | None) -> tuple[Layout, ...]:
-        """Those of each rule; what is written is the first one's."""
+        """The layouts of each rule; what is written is the first one's."""
         return tuple(layout for rule in self.rules for layout in rule.layouts(leaf, layer))
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import save, save_file
 
 import params
 from params import files
-from params.names.rules import Names, Plain, Rows
+from params.names.rules import Merged, Names, Plain
 
 
 def header(text: str | bytes, body: bytes = b"") -> bytes:
@@ -86,7 +86,7 @@ def test_headers_are_read_exactly(tmp_path: Path) -> None:
 
 
 SPEC = {"merged": params.TensorSpec((3, 2), parts=(1, 2)), "plain": params.TensorSpec((2,))}
-NAMES = Names("fuzz", {"merged": Rows(("ab", "cd")), "plain": Plain("ef")})
+NAMES = Names("fuzz", {"merged": Merged(("ab", "cd")), "plain": Plain("ef")})
 GOOD = save({"ab": torch.ones(1, 2), "cd": torch.zeros(2, 2), "ef": torch.ones(2).bfloat16()})
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import params
 from params.names.qwen3_5 import NAMES
-from params.names.rules import Names, Plain, Rows
+from params.names.rules import Merged, Names, Plain
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -265,7 +265,7 @@ def test_dtypes(oracle: Any, spec_of: Any, tmp_path: Path, stored: torch.dtype, 
     assert torch.equal(tree.embed.weight, state["model.embed_tokens.weight"].to(dtype or stored))
 
 
-PAIR = Names("pair", {"merged": Rows(("a", "b")), "count": Plain("n"), "scale": Plain("s")})
+PAIR = Names("pair", {"merged": Merged(("a", "b")), "count": Plain("n"), "scale": Plain("s")})
 PAIR_SPEC: Any = {
     "merged": params.TensorSpec((3, 2), parts=(1, 2)),
     "count": params.TensorSpec((1,), dtype=torch.int64),
@@ -380,8 +380,8 @@ MEMORY = """
 import re, sys
 import torch
 import params
-from params.names.rules import Names, Plain, Rows
-names = Names("big", {"merged": Rows(("a", "b", "c")), "plain": Plain("d")})
+from params.names.rules import Names, Plain, Merged
+names = Names("big", {"merged": Merged(("a", "b", "c")), "plain": Plain("d")})
 spec = {"merged": params.TensorSpec((6144, 4096), parts=(4096, 1024, 1024)), "plain": params.TensorSpec((6000, 4096))}
 small = {"merged": params.TensorSpec((3, 2), parts=(1, 1, 1)), "plain": params.TensorSpec((1, 2))}
 params.load(sys.argv[1] + "/small", small, names)

@@ -373,7 +373,7 @@ MEMORY = """
 import re, sys
 import torch
 import params
-from params.names.rules import Experts, Names
+from params.names.rules import ExpertStack, Names
 from params.tree import tree, unchecked
 @tree
 class Node:
@@ -381,7 +381,7 @@ class Node:
     down: object
 def load(name, experts, rows, columns):
     spec = unchecked(Node, down=params.TensorSpec((experts, rows, columns)))
-    names = Names("big", {"down": Experts("stacked", ("x.{e}.down_proj.weight",))})
+    names = Names("big", {"down": ExpertStack("stacked", ("x.{e}.down_proj.weight",))})
     return params.load(sys.argv[1] + name, spec, names)
 load("/small", 2, 2, 2)
 def resident(word):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import params
 from params.names.qwen3_5 import NAMES
-from params.names.rules import Names, Plain, Rows
+from params.names.rules import Merged, Names, Plain
 from params.quant import rounding
 from params.quant.values import Int4Weight, Int8Weight, MXFP8Weight, QuantizedWeight, SplitWeight, StaticInt8Weight
 from params.tree import tree, unchecked
@@ -212,7 +212,7 @@ class Biased:
 BIASED = Names(
     "biased",
     {
-        "qk.weight": Rows(("q.weight", "k.weight")), "qk.bias": Rows(("q.bias", "k.bias")),
+        "qk.weight": Merged(("q.weight", "k.weight")), "qk.bias": Merged(("q.bias", "k.bias")),
         "out.weight": Plain("o.weight"), "out.bias": Plain("o.bias"),
     },
 )  # fmt: skip

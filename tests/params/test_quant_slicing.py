@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import params
-from params.names.rules import Experts as ExpertsRule
-from params.names.rules import Names, Plain, Rows
+from params.names.rules import ExpertStack, Merged, Names, Plain
 from params.quant import rounding
 from params.quant.values import (
     Int4Weight,
@@ -207,10 +206,10 @@ def test_refusals(kind: str, rule: Rule, message: str) -> None:
 MESH_NAMES = Names(
     "mesh",
     {
-        "qkv.weight": Rows(("q.weight", "k.weight")),
+        "qkv.weight": Merged(("q.weight", "k.weight")),
         "out.weight": Plain("o.weight"),
-        "experts.gate_up": ExpertsRule("gate_up_proj", ("x.{e}.gate_proj.weight", "x.{e}.up_proj.weight")),
-        "experts.down": ExpertsRule("down_proj", ("x.{e}.down_proj.weight",)),
+        "experts.gate_up": ExpertStack("gate_up_proj", ("x.{e}.gate_proj.weight", "x.{e}.up_proj.weight")),
+        "experts.down": ExpertStack("down_proj", ("x.{e}.down_proj.weight",)),
     },
 )
 

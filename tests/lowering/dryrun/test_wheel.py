@@ -160,7 +160,7 @@ def test_stand_ins_are_what_is_missing_and_no_more(linked: Path) -> None:
     """A library that needs an absent one loads beside them, and its other libraries stay the real ones."""
     library = linked / "torch_npu" / "libuser.so"
     assert "libfar.so.3" in loads(library, None).stderr
-    assert stubs.missing(linked) == (["libfar.so.3"], ["_ZN3far4awayEv", "far_away"])
+    assert stubs.wanting(linked) == (["libfar.so.3"], ["_ZN3far4awayEv", "far_away"])
     built = stubs.stubs(linked)
     assert loads(library, built).stdout == "1.0\n"
     before = (built / "libfar.so.3").stat().st_mtime_ns
@@ -174,7 +174,7 @@ def test_stand_ins_for_the_wheel_shadow_nothing() -> None:
     assert {"libascendcl.so", "libhccl.so"} <= {path.name for path in libraries}
     folder = Path(torch.__file__).parent / "lib"
     here = [ctypes.CDLL(None), *(ctypes.CDLL(str(folder / name)) for name in ("libtorch_cpu.so", "libc10.so"))]
-    _, symbols = stubs.missing(wheel.fetched())
+    _, symbols = stubs.wanting(wheel.fetched())
     assert "aclrtGetDeviceCount" in symbols
     assert not [name for name in symbols for library in here if hasattr(library, name)]
 

@@ -12,7 +12,7 @@ import torch
 
 import lowering
 from lowering import OPS, LoweringError, Policy
-from lowering.check.comparison import prepared
+from lowering.check import comparison
 from lowering.kernel import REFERENCE, Kernel
 from lowering.target import TARGETS
 from params import tree
@@ -42,7 +42,7 @@ CALLS = [
 def laid_out(kernel: Kernel, case: Case, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The case's arguments, its weights in the kernel's layout where it makes one."""
     args, kwargs = copy.deepcopy(drawn(case, dtype))
-    return prepared(OPS[case.op], kernel, args), kwargs
+    return comparison.laid_out(OPS[case.op], kernel, args), kwargs
 
 
 @lru_cache(maxsize=1)
