@@ -39,12 +39,6 @@ class TokenCounts:
         came = (tokens >= 0).to(self.output.dtype)
         return TokenCounts(self.prompt, self.output.scatter_add(1, tokens.clamp(min=0).long(), came))
 
-    def select(self, rows: Int[Tensor, " rows"]) -> TokenCounts:
-        """The counts of `rows`, in that order; -1 makes a row that has seen nothing."""
-        at = rows.clamp(min=0).long()
-        empty = (rows < 0)[:, None]
-        return TokenCounts(self.prompt[at].masked_fill(empty, False), self.output[at].masked_fill(empty, 0))
-
 
 @tree
 class Bias:

@@ -12,8 +12,3 @@ from .case import Case
 _FAMILIES = (norm, linear, moe, quant, sampling, rotary, attention, mla, delta, sparse, streams, ngram)
 CASES: tuple[Case, ...] = tuple({str(case): case for family in _FAMILIES for case in family.cases()}.values())
 """Every case, each under its own name."""
-
-
-def cases_of(op: str) -> list[Case]:
-    """The cases of one op."""
-    return [case for case in CASES if case.op == op]

@@ -107,15 +107,6 @@ def planned(device: torch.device, target: Target, only: Collection[str] = ()) ->
     ]
 
 
-def check_device(device: torch.device, target: Target, only: Collection[str] = ()) -> Checked:
-    """Run every kernel of `target` on every case, on `device`, in this process.
-
-    An Ascend target on a CPU needs the CPU references of its operators loaded (`lowering.npu_reference.load`).
-    """
-    trials = planned(device, target, only)
-    return Checked(environment(device, target), tuple(tried(trial, device, target) for trial in trials), len(trials))
-
-
 def tried(trial: Trial, device: torch.device, target: Target) -> Outcome:
     """The outcome of one trial, whatever it raises."""
     with use(target=target), torch.no_grad():

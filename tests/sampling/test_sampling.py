@@ -229,7 +229,8 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
     for size in (1, 1, 1, 3, 17):
         order = torch.randperm(40, generator=generator)[:size]
         picked = RowSampling.of([rows[index] for index in order.tolist()])
-        found = sample(logits[order], picked, requests[order], positions[order], counts.select(order))
+        seen = TokenCounts(counts.prompt[order], counts.output[order])
+        found = sample(logits[order], picked, requests[order], positions[order], seen)
         assert torch.equal(found, whole[order])
 
 
@@ -327,7 +328,7 @@ def test_numbers_are_refused_or_are_those_of_the_device(name: str) -> None:
         assert type(held) is float and held == float(number) and bool(device) == bool(number)
         assert np.isfinite(device) or (name == "logit_bias" and device == -math.inf)
         alone, beside = (RowSampling.of(rows) for rows in ([one], [*company, one]))
-        counts = seen.select(index[:1])
+        counts = TokenCounts(seen.prompt[:1], seen.output[:1])
         token = sample(logits[:1], alone, index[2:], index[2:], counts)
         assert token == sample(logits, beside, index, index, seen)[2] and 0 <= int(token) < 3
     assert len(NUMBERS) - 18 <= len(refused) <= len(NUMBERS) - 9

@@ -48,13 +48,20 @@ def kernel() -> Iterator[Callable[..., None]]:
         op._choices.clear()
 
 
+def check_device(device: torch.device, target: lowering.Target, *only: str) -> check.Checked:
+    """Every kernel of `target` on every case of the ops `only`, in this process."""
+    trials = check.planned(device, target, only)
+    found = tuple(check.tried(trial, device, target) for trial in trials)
+    return check.Checked(check.environment(device, target), found, len(trials))
+
+
 def outcomes(name: str) -> list[comparison.Outcome]:
-    found = check.check_device(CPU, TARGETS["cpu"]).outcomes
+    found = check_device(CPU, TARGETS["cpu"]).outcomes
     return [outcome for outcome in found if outcome.kernel == name]
 
 
 def test_every_kernel_and_case_in_two_dtypes() -> None:
-    found = check.check_device(CPU, TARGETS["cpu"])
+    found = check_device(CPU, TARGETS["cpu"])
     ran = {(outcome.op, outcome.kernel, outcome.case, outcome.dtype) for outcome in found.outcomes}
     assert ran == {
         (case.op, kernel.name, case.name, dtype)
@@ -121,7 +128,7 @@ def test_refusals_are_listed(kernel: Callable[..., None]) -> None:
     found = {outcome.case: outcome for outcome in outcomes("mine")}
     assert found["mlp"].refused == "takes 3 axes; found 2" and found["mlp"].ok and found["mlp"].error is None
     assert found["lead"].failed and not found["lead"].ok
-    (row,) = [row for row in check.check_device(CPU, TARGETS["cpu"]).sheet().rows if row[:2] == ("geglu", "mine")]
+    (row,) = [row for row in check_device(CPU, TARGETS["cpu"]).sheet().rows if row[:2] == ("geglu", "mine")]
     assert row[2:4] == ("0", "2") and "lead, float32: IndexError" in row[-1] and "found 2" in row[-1]
 
 
@@ -363,14 +370,14 @@ def test_whatever_a_kernel_raises_is_a_short_line(
 ) -> None:
     monkeypatch.setattr(cases, "CASES", tuple(case for case in CASES if case.op == "linear" and not case.bench)[:2])
     kernel(ops.linear, lambda x, weight: odd(), **options)
-    found = [x for x in check.check_device(CPU, TARGETS["cpu"], ["linear"]).outcomes if x.kernel == "mine"]
+    found = [x for x in check_device(CPU, TARGETS["cpu"], "linear").outcomes if x.kernel == "mine"]
     assert found and all((x.failed or x.refused or "").startswith("Odd: xxx") for x in found)
     assert all(len(x.failed or "") < 700 for x in found)
 
 
 def test_a_case_that_cannot_be_made_fails_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "CASES", (Case("geglu", "odd", odd), *FEW))
-    found = check.check_device(CPU, TARGETS["cpu"])
+    found = check_device(CPU, TARGETS["cpu"])
     assert [x.case for x in found.outcomes if not x.ok] == ["odd"] * 2 * len(ops.geglu.serving("cpu"))
     assert "the case or the reference: Odd" in (found.outcomes[0].failed or "")
 
