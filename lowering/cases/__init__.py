@@ -6,9 +6,37 @@ all; benches run those marked `bench`, which have a model's real widths. One fil
 
 from __future__ import annotations
 
-from . import attention, delta, linear, mla, moe, ngram, norm, quant, rotary, sampling, sparse, streams
+from . import (
+    attention,
+    attention_residual,
+    delta,
+    hyper_connection,
+    linear,
+    mla,
+    moe,
+    ngram,
+    norm,
+    quant,
+    rotary,
+    sampling,
+    sparse,
+)
 from .case import Case
 
-_FAMILIES = (norm, linear, moe, quant, sampling, rotary, attention, mla, delta, sparse, streams, ngram)
+_FAMILIES = (
+    norm,
+    linear,
+    moe,
+    quant,
+    sampling,
+    rotary,
+    attention,
+    mla,
+    delta,
+    sparse,
+    hyper_connection,
+    attention_residual,
+    ngram,
+)
 CASES: tuple[Case, ...] = tuple({str(case): case for family in _FAMILIES for case in family.cases()}.values())
 """Every case, each under its own name."""

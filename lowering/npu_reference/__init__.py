@@ -12,19 +12,19 @@ value undefined. They say nothing about speed. What they rest on is listed in `d
 """
 
 from . import (
-    activation,
     attention,
     cache,
-    conv,
     delta,
     hyper_connection,
     matmul,
     mla,
+    mlp,
     moe,
     norm,
     quant,
     quant_matmul,
     rotary,
+    short_conv,
     sparse,
 )
 from .checks import OperatorError
@@ -32,22 +32,6 @@ from .registration import OPERATORS, OperatorReference, load
 
 # The modules register their operators when they are imported.
 __all__ = [
-    "OPERATORS",
-    "OperatorError",
-    "OperatorReference",
-    "activation",
-    "attention",
-    "cache",
-    "conv",
-    "delta",
-    "hyper_connection",
-    "load",
-    "matmul",
-    "mla",
-    "moe",
-    "norm",
-    "quant",
-    "quant_matmul",
-    "rotary",
-    "sparse",
+    "OPERATORS", "OperatorError", "OperatorReference", "attention", "cache", "delta", "hyper_connection", "load",
+    "matmul", "mla", "mlp", "moe", "norm", "quant", "quant_matmul", "rotary", "short_conv", "sparse",
 ]  # fmt: skip

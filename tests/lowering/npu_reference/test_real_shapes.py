@@ -31,8 +31,6 @@ from tests.lowering.npu_reference.test_attention import (
 )
 from tests.lowering.npu_reference.test_cache import NORM_ROPE, SCATTER, normed
 from tests.lowering.npu_reference.test_cache import valid as scatter
-from tests.lowering.npu_reference.test_conv import CONV
-from tests.lowering.npu_reference.test_conv import valid as conv
 from tests.lowering.npu_reference.test_delta import CHUNK, RECURRENT, chunked, recurrent
 from tests.lowering.npu_reference.test_hyper_connection import POST
 from tests.lowering.npu_reference.test_hyper_connection import valid as injected
@@ -70,6 +68,8 @@ from tests.lowering.npu_reference.test_rotary import (
     valid_interleave,
     valid_mul,
 )
+from tests.lowering.npu_reference.test_short_conv import CONV
+from tests.lowering.npu_reference.test_short_conv import valid as conv
 from tests.lowering.npu_reference.test_sparse import INDEXER
 from tests.lowering.npu_reference.test_sparse import valid as indexed
 

@@ -1,4 +1,4 @@
-"""Cases of residual streams."""
+"""Cases of hyper-connections."""
 
 from __future__ import annotations
 
@@ -39,19 +39,4 @@ def cases() -> list[Case]:
         made.append(Case("hyper_mix", name, _mix(*shape, rank, writes=True), **marks))
         made.append(Case("hyper_mix", f"{name}_reads", _mix(*shape, rank, writes=False), **marks))
         made.append(Case("hyper_inject", name, _inject(*shape), bench=marks["bench"]))
-    for name, shape in {
-        "tiny": (5, 3, 24), "first": (4, 0, 16), "awkward": (1, 8, 33), "empty": (0, 2, 8),
-        "prompt_128": (128, 8, 7168), "decode_8": (8, 8, 7168),
-    }.items():  # fmt: skip
-        marks = {"length": shape[2], "bench": shape[2] == 7168}
-        made.append(Case("attention_residual", name, _residual(*shape), **marks))
     return made
-
-
-def _residual(tokens: int, snapshots: int, hidden: int) -> Callable[[Draw], Arguments]:
-    # Scores are some units apart: rows count for much and for little.
-    def make(draw: Draw) -> Arguments:
-        rows = draw.normal(tokens, snapshots, hidden) * 3, draw.normal(tokens, hidden)
-        return (*rows, draw.normal(hidden), draw.normal(hidden) * 2 / hidden**0.5), {"eps": 1e-5}
-
-    return make
