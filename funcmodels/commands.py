@@ -210,7 +210,7 @@ def _inspect(args: argparse.Namespace) -> int:
 def _lower(args: argparse.Namespace) -> int:
     if args.tokens < 1:
         raise ValueError(f"--tokens must be at least 1, found {args.tokens}")
-    dtypes = {"dtype": _dtype(args.dtype), "recurrent_dtype": _dtype(args.recurrent_dtype)}
+    dtypes: dict[str, Any] = {"dtype": _dtype(args.dtype), "recurrent_dtype": _dtype(args.recurrent_dtype)}
     schemes = dict(args.quantize)
     if len(schemes) < len(args.quantize):
         raise ValueError(f"--quantize names a pattern twice: {', '.join(pattern for pattern, _ in args.quantize)}")

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from .errors import LoweringError
 from .kernel import Choice
@@ -34,6 +34,7 @@ class Policy:
         return hash((tuple(sorted(self.prefer.items())), self.strict))
 
 
+@runtime_checkable
 class Listener(Protocol):
     """What is told of every op call: a report."""
 
@@ -41,6 +42,7 @@ class Listener(Protocol):
         """One call, before it runs."""
 
 
+@runtime_checkable
 class Stead(Protocol):
     """What takes every op call in the place of its kernel: a dry run."""
 
