@@ -22,6 +22,7 @@ from .jit.jitted import HostSide, Jitted, host_side, jit
 from .op import Choice, Kernel, Op, op
 from .policy import MODE, Policy, in_force, use
 from .registry import OPS, find, table
+from .rows import Rows
 from .target import TARGETS, Target
 from .weights import prepare
 
@@ -29,7 +30,7 @@ policy.check(MODE.get().policy)  # A mistake in the environment variable is an e
 
 __all__ = [
     "OPS", "TARGETS", "CaptureError", "Choice", "CollectiveError", "Comparison", "HostSide", "Jitted", "Kernel",
-    "Lowered", "LoweringError", "Op", "Policy", "RecaptureWarning", "Report", "Row", "Sheet", "Target", "compare",
-    "compared", "explain", "find", "host_side", "in_force", "jit", "lower", "npu_kernels", "op", "ops", "page",
-    "prepare", "record", "table", "torch_kernels", "use", "watch",
+    "Lowered", "LoweringError", "Op", "Policy", "RecaptureWarning", "Report", "Row", "Rows", "Sheet", "Target",
+    "compare", "compared", "explain", "find", "host_side", "in_force", "jit", "lower", "npu_kernels", "op", "ops",
+    "page", "prepare", "record", "table", "torch_kernels", "use", "watch",
 ]  # fmt: skip
