@@ -111,8 +111,8 @@ def head_logits(
         return hidden.new_zeros(0, head.shape[0])
     if logits == "all":
         return ops.linear(hidden, head)
-    if step.uniform and step.max_query == 1:
+    if step.rows.uniform and step.rows.max_query == 1:
         return ops.linear(hidden, head)
-    last = (step.query_start[1:] - 1).clamp(min=0)
+    last = (step.rows.query_start[1:] - 1).clamp(min=0)
     found = ops.linear(hidden[last.long()], head)
-    return torch.where(step.query_start.diff()[:, None] > 0, found, 0)
+    return torch.where(step.rows.new[:, None] > 0, found, 0)

@@ -25,6 +25,7 @@ from .lower import lower
 from .op import OPS, Op, find, op
 from .policy import MODE, Policy
 from .prepare import prepare
+from .rows import Rows
 from .target import TARGETS, Target
 from .use import check_names, in_force, use
 
@@ -32,7 +33,7 @@ check_names(MODE.get().policy)  # A mistake in the environment variable is an er
 
 __all__ = [
     "OPS", "TARGETS", "CaptureError", "Choice", "CollectiveError", "Comparison", "HostSide", "Jitted", "Kernel",
-    "Lowered", "LoweringError", "Op", "Policy", "RecaptureWarning", "Report", "Row", "Sheet", "Target", "compare",
-    "compared", "explain", "find", "host_side", "in_force", "jit", "lower", "npu_kernels", "op", "ops", "page",
-    "prepare", "record", "table", "torch_kernels", "use", "watch",
+    "Lowered", "LoweringError", "Op", "Policy", "RecaptureWarning", "Report", "Row", "Rows", "Sheet", "Target",
+    "compare", "compared", "explain", "find", "host_side", "in_force", "jit", "lower", "npu_kernels", "op", "ops",
+    "page", "prepare", "record", "table", "torch_kernels", "use", "watch",
 ]  # fmt: skip

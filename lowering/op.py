@@ -30,6 +30,7 @@ from .errors import LoweringError
 from .kernel import FUSED, REFERENCE, Choice, Kernel, Refusal, with_weights
 from .once import differentiated_once
 from .policy import COMPILED, MODE, Mode, Policy
+from .rows import Rows
 from .signature import OpCall, key_of, records_gradients, surroundings, with_autograd, without_values
 from .target import TARGETS, Target
 
@@ -78,8 +79,9 @@ class Op:
         """Run the kernel chosen for this call."""
         if is_dynamo_compiling():
             assert COMPILED.key and _marked(self.name)  # read, and so guarded
+            at, args = _apart(args)
             flat = all(isinstance(value, _FLAT) for value in args)
-            return self._in_graph(*args, **kwargs) if flat else self._trees_in_graph(*args, **kwargs)
+            return self._in_graph(at, *args, **kwargs) if flat else self._trees_in_graph(at, *args, **kwargs)
         mode, around = MODE.get(), ""
         # Asked here first, for it costs a call.
         if get_interpreter_stack() or forward_ad._current_level >= 0 or _len_torch_dispatch_stack():
@@ -376,13 +378,33 @@ def _opaque(op: Op) -> tuple[Callable[..., Any], Callable[..., Any]]:
     Strict `torch.export` takes the first form alone.
     """
 
-    def dispatched(*args: Any, **kwargs: Any) -> Any:
-        return op(*args, **kwargs)
+    def dispatched(at: int | None, *args: Any, **kwargs: Any) -> Any:
+        return op(*_joined(at, args), **kwargs)
 
-    def dispatched_trees(*args: Any, **kwargs: Any) -> Any:
-        return op(*args, **kwargs)
+    def dispatched_trees(at: int | None, *args: Any, **kwargs: Any) -> Any:
+        return op(*_joined(at, args), **kwargs)
 
     return dispatched, dispatched_trees
+
+
+def _apart(args: tuple[Any, ...]) -> tuple[int | None, tuple[Any, ...]]:
+    """The place of rows among the arguments, and these with the rows' parts there: Dynamo's sizes may be symbols.
+
+    Rows of a state, of which the host knows more, stay as they are.
+    """
+    for at, value in enumerate(args):
+        if isinstance(value, Rows) and value.host is None:
+            parts = (value.query_start, value.lengths, value.page_table, value.max_query, value.uniform)
+            return at, (*args[:at], *parts, *args[at + 1 :])
+    return None, args
+
+
+def _joined(at: int | None, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments that `_apart` took apart."""
+    if at is None:
+        return args
+    *tensors, most, uniform = args[at : at + 5]
+    return (*args[:at], Rows(*tensors, max_query=most, uniform=uniform), *args[at + 5 :])
 
 
 def _marked(name: str) -> bool:

@@ -16,6 +16,7 @@ from torch.utils._pytree import SUPPORTED_NODES
 from params import tree
 
 from .errors import LoweringError
+from .rows import Rows
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 """Types of static arguments that stand for themselves in the key of a choice."""
@@ -115,9 +116,9 @@ def without_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def _tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:
-    """The tensors among `values`, and in those that are trees."""
+    """The tensors among `values`, and in those that are trees; those of rows are integers, of the same device."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
-        elif type(value) in SUPPORTED_NODES:
+        elif type(value) in SUPPORTED_NODES and not isinstance(value, Rows):
             yield from (leaf for leaf in tree.leaves(value) if isinstance(leaf, Tensor))

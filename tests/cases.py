@@ -2,13 +2,13 @@
 
 from lowering.cases import CASES
 from lowering.cases.attention import paged
-from lowering.cases.case import DECODE_1, DECODE_8, PROMPT, ROWS, VERIFY, Arguments, Case, Draw, Rows
+from lowering.cases.case import DECODE_1, DECODE_8, PROMPT, ROWS, VERIFY, Arguments, Case, Draw, RowCounts
 from lowering.cases.delta import delta, faded
 from lowering.cases.mla import latent_rows
 from lowering.check.comparison import live
 
 __all__ = [
-    "CASES", "DECODE_1", "DECODE_8", "PROMPT", "ROWS", "VERIFY", "Arguments", "Case", "Draw", "Rows", "cases_of",
+    "CASES", "DECODE_1", "DECODE_8", "PROMPT", "ROWS", "VERIFY", "Arguments", "Case", "Draw", "RowCounts", "cases_of",
     "delta", "faded", "latent_rows", "live", "paged",
 ]  # fmt: skip
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lowering.kernel import Kernel
-from tests.cases import Rows
+from tests.cases import RowCounts
 from tests.typechecker import HOOKED
 
 Test = Callable[..., None]
@@ -76,4 +76,4 @@ def try_all(cases: Iterable[Case], test: Test) -> None:
 
 def shown(value: Any) -> str:
     """A case's part, as it is named."""
-    return value.name if isinstance(value, (Kernel, Rows)) else str(value).removeprefix("torch.")
+    return value.name if isinstance(value, (Kernel, RowCounts)) else str(value).removeprefix("torch.")

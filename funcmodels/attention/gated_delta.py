@@ -97,18 +97,17 @@ def delta_net(
     """The output, gated by `gate` of z, and the state after each row's last token (or before them, with trails)."""
     v_heads, v_dim = params.a_log.shape[0], params.norm.weight.shape[0]
     keys, values = k_heads * k_dim, v_heads * v_dim
-    rows = {"max_query": step.max_query, "uniform": step.uniform, "keep_steps": step.keep_steps}
 
     qkv, z, b, a = project(params.in_proj, x).split((2 * keys + values, values, v_heads, v_heads), -1)
     window = None if past is None else past.window
-    qkv, window, window_trail = ops.short_conv(qkv, params.conv, window, step.query_start, **rows)
+    qkv, window, window_trail = ops.short_conv(qkv, params.conv, window, step.rows, keep_steps=step.keep_steps)
     q, k, v = qkv.split((keys, keys, values), -1)
     q = ops.l2_norm(q.unflatten(-1, (k_heads, k_dim)), scale=k_dim**-0.5)
     k = ops.l2_norm(k.unflatten(-1, (k_heads, k_dim)))
     v, z = (x.unflatten(-1, (v_heads, v_dim)) for x in (v, z))
     decay, beta = ops.delta_gates(a, b, params.a_log, params.dt_bias)
     delta = None if past is None else past.delta
-    y, delta, delta_trail = ops.gated_delta_rule(q, k, v, decay, beta, delta, step.query_start, **rows)
+    y, delta, delta_trail = ops.gated_delta_rule(q, k, v, decay, beta, delta, step.rows, keep_steps=step.keep_steps)
     y = ops.gated_rms_norm(y, z, exactly(params.norm, Norm).weight, eps=eps, activation=gate)
     y = project(params.out, y.flatten(-2))
     if past is None:

@@ -161,14 +161,12 @@ def attend(
             f"attention: {q.shape[1]} query heads over {k.shape[1]} key/value heads; heads must be a multiple of "
             "kv_heads (are queries and keys swapped?)"
         )
-    hints: dict[str, Any] = {"max_query": step.max_query, "uniform": step.uniform, "scale": scale, "window": window}
     if past is None:
-        return ops.attention(q, k, v, step.query_start, **hints), None
+        return ops.attention(q, k, v, step.rows, scale=scale, window=window), None
     check_heads(past.k, k)
     past = writable(past, q, k, v)
     pages = KeyValuePages(*ops.write_pages(past.k, past.v, k, v, step.slots))
-    y = ops.paged_attention(q, pages.k, pages.v, step.page_table, step.lengths, step.query_start, step.host, **hints)
-    return y, pages
+    return ops.paged_attention(q, pages.k, pages.v, step.rows, scale=scale, window=window), pages
 
 
 def check_heads(

@@ -70,7 +70,6 @@ def kimi_delta(
     `lower_bound` is that of the log decay, if it has one (see `ops.channel_gates`).
     """
     heads, dim = params.a_log.shape[0], params.norm.weight.shape[0]
-    rows = {"max_query": step.max_query, "uniform": step.uniform, "keep_steps": step.keep_steps}
 
     def of_heads(channels: Tensor) -> Tensor:
         return channels.unflatten(-1, (heads, dim))
@@ -79,13 +78,13 @@ def kimi_delta(
     parts = 3 * heads * dim, heads, dim, heads * dim if params.gate is None else dim
     qkv, b, f, z = project(params.in_proj, x).split(parts, -1)
     window = None if past is None else past.window
-    qkv, window, window_trail = ops.short_conv(qkv, params.conv, window, step.query_start, **rows)
+    qkv, window, window_trail = ops.short_conv(qkv, params.conv, window, step.rows, keep_steps=step.keep_steps)
     q, k, v = map(of_heads, qkv.chunk(3, -1))
     q, k = ops.l2_norm(q, scale=dim**-0.5), ops.l2_norm(k)
     f, z = project(params.forget, f), z if params.gate is None else project(params.gate, z)
     decay, beta = ops.channel_gates(of_heads(f), b, params.a_log, of_heads(params.dt_bias), lower_bound=lower_bound)
     delta = None if past is None else past.delta
-    y, delta, delta_trail = ops.gated_delta_rule(q, k, v, decay, beta, delta, step.query_start, **rows)
+    y, delta, delta_trail = ops.gated_delta_rule(q, k, v, decay, beta, delta, step.rows, keep_steps=step.keep_steps)
     y = ops.gated_rms_norm_fp32(y, of_heads(z), exactly(params.norm, Norm).weight, eps=eps, activation="sigmoid")
     y = project(params.out, y.flatten(-2))
     if past is None:

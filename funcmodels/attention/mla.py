@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowering import ops
 from lowering.layouts import NdPages, NzPages, layout_for
+from lowering.ops import LatentPools, LatentQueries
 from lowering.weights import PreparedWeight, plain
 from params.quant.values import QuantizedWeight
 from params.sharding import Inputs, Outputs
@@ -91,7 +92,7 @@ def latent_attention_spec(
             ),
         ),
         out=linear_spec(heads * v_dim, hidden, bias=bias, shard=Inputs(heads)),
-    )  # fmt: skip
+    )
 
 
 def latent_pages(
@@ -129,16 +130,14 @@ def latent_attention(
     latents, gates = latent_dim + rope_dim, heads * v_dim if gated else 0
     q, kv, gate = projected.split((projected.shape[1] - latents - gates, latents, gates), -1)
     q, kv = (x if bias is None else x + bias for x, bias in ((q, params.q_bias), (kv, params.kv_bias)))
-    q_nope, q_rope = _queries(params, q, heads, nope_dim, rope_dim, eps)
+    queries = _queries(params, q, heads, nope_dim, rope_dim, rotary, eps)
     if up.shape[0] != heads * (nope_dim + v_dim):
         raise ValueError(
             f"latent_attention: up.weight has {up.shape[0]} rows, expected {heads * (nope_dim + v_dim)} "
             f"({heads} heads with keys of {nope_dim} and values of {v_dim})"
         )
-    q_rope = _turned(q_rope, rotary)
-    rows = {"max_query": step.max_query, "uniform": step.uniform, "scale": scale}
     if past is None:
-        y = _among_themselves(params, q_nope, q_rope, kv, step, rotary, rows, v_dim, eps)
+        y = _among_themselves(params, queries, kv, step, rotary, scale, v_dim, eps)
         return _out(params, y, gate), None
     if (past.latent.width, past.rope.width) != (latent_dim, rope_dim):
         raise StateError(
@@ -146,21 +145,18 @@ def latent_attention(
             f"{latent_dim} and {rope_dim}; make the state with the init_state of a model whose config is that of the "
             "parameters"
         )
-    past = writable(past, q_nope, q_rope, kv, norm, *leaves(params.up))
-    *pages, latent, rope = ops.latent_norm_rope_write(
-        past.latent, past.rope, kv, norm, *(rotary or (None, None)), step.slots, eps=eps
-    )
-    y = ops.mla_prefix_attention(
-        q_nope, q_rope, latent, rope, *pages, up, step.page_table, step.lengths, step.query_start,
-        step.host, v_dim=v_dim, **rows,
-    )  # fmt: skip
-    return _out(params, y, gate), LatentPages(*pages)
+    past = writable(past, *leaves(queries), kv, norm, *leaves(params.up))
+    pools, cos_sin = LatentPools(past.latent, past.rope), rotary or (None, None)
+    pools, new = ops.latent_norm_rope_write(pools, kv, norm, *cos_sin, step.slots, eps=eps)
+    y = ops.mla_prefix_attention(queries, new, pools, up, step.rows, scale=scale, v_dim=v_dim)
+    return _out(params, y, gate), LatentPages(pools.latent, pools.rope)
 
 
 def _queries(
-    params: LatentAttention, q: Float[Tensor, "tokens channels"], heads: int, nope_dim: int, rope_dim: int, eps: float
-) -> tuple[Float[Tensor, "tokens heads nope_dim"], Float[Tensor, "tokens heads rope_dim"]]:
-    """The two parts of every head's query, of their latent where they have one."""
+    params: LatentAttention, q: Float[Tensor, "tokens channels"], heads: int, nope_dim: int, rope_dim: int,
+    rotary: tuple[Tensor, Tensor] | None, eps: float,
+) -> LatentQueries:  # fmt: skip
+    """The two parts of every head's query, of their latent where they have one, the latter turned."""
     if params.q_norm is not None and params.q_up is not None:
         q = project(params.q_up, normalised(params.q_norm, q, eps=eps))
     if q.shape[1] != heads * (nope_dim + rope_dim):
@@ -169,7 +165,7 @@ def _queries(
             f"({heads} heads of {nope_dim} without rope and {rope_dim} with it)"
         )
     q_nope, q_rope = rearrange(q, "tokens (heads dim) -> tokens heads dim", heads=heads).split((nope_dim, rope_dim), -1)
-    return q_nope, q_rope
+    return LatentQueries(q_nope, _turned(q_rope, rotary))
 
 
 def _out(
@@ -185,15 +181,16 @@ def _turned(x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
 
 
 def _among_themselves(
-    params: LatentAttention, q_nope: Tensor, q_rope: Tensor, kv: Tensor, step: Step,
-    rotary: tuple[Tensor, Tensor] | None, rows: dict[str, float], v_dim: int, eps: float,
+    params: LatentAttention, queries: LatentQueries, kv: Tensor, step: Step, rotary: tuple[Tensor, Tensor] | None,
+    scale: float, v_dim: int, eps: float,
 ) -> Float[Tensor, "tokens heads v_dim"]:  # fmt: skip
     """Without a state: keys and values of all heads are made, and each token sees its row's earlier ones."""
-    latent, rope = kv.split((params.latent_norm.weight.shape[0], q_rope.shape[2]), -1)
+    latent_dim = params.latent_norm.weight.shape[0]
+    latent, rope = kv.split((latent_dim, kv.shape[1] - latent_dim), -1)
     latent = normalised(params.latent_norm, latent, eps=eps)
     rope = _turned(rope[:, None], rotary)
     up = plain(exactly(params.up, UpProjection).weight).to(latent.dtype)
-    both = ops.linear(latent, up).unflatten(1, (q_nope.shape[1], -1))
-    k_nope, v = both.split((q_nope.shape[2], v_dim), -1)
-    q, k = torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, rope.expand(-1, q_rope.shape[1], -1)), -1)
-    return ops.attention(q, k, v, step.query_start, **rows)
+    heads, nope_dim = queries.nope.shape[1:]
+    k_nope, v = ops.linear(latent, up).unflatten(1, (heads, -1)).split((nope_dim, v_dim), -1)
+    q, k = torch.cat(leaves(queries), -1), torch.cat((k_nope, rope.expand(-1, heads, -1)), -1)
+    return ops.attention(q, k, v, step.rows, scale=scale)

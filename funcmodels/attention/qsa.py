@@ -14,7 +14,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lowering import ops
+from lowering import Rows, ops
 from lowering.ops.sparse import as_pages, selects_all
 from params.sharding import Inputs, Outputs
 from params.tree import exactly, tree, unchecked
@@ -168,7 +168,6 @@ def _paged(
     new: _NewTokens, past: IndexedPages, step: Step, index: IndexSizes, show_blocks: bool
 ) -> tuple[Tensor, IndexedPages, Tensor | None]:
     """Over the pages of past and new tokens."""
-    assert step.page_table is not None
     page_size = past.k.shape[1]
     if past.index.shape[1] * index.ratio != page_size:
         raise StateError(
@@ -177,10 +176,10 @@ def _paged(
         )
     check_heads(past.k, new.k)
     past = writable(past, new.q, new.k, new.v, new.raw, new.pool_norm)
-    rows = (step.page_table, step.lengths, step.query_start)
-    raw, keys = ops.index_keys(past.raw, past.index, new.raw, new.pool_norm, step.slots, *rows, **new.pooling)
-    dense = selects_all(step.page_table, page_size, step.host, index.budget + index.ratio - 1)
-    blocks = _best(new, keys, rows, step, index) if show_blocks or not dense else None
+    rows = step.rows
+    raw, keys = ops.index_keys(past.raw, past.index, new.raw, new.pool_norm, step.slots, rows, **new.pooling)
+    dense = selects_all(rows, page_size, index.budget + index.ratio - 1)
+    blocks = _best(new, keys, rows, index) if show_blocks or not dense else None
     if dense:
         y, kv = attend(new.q, new.k, new.v, KeyValuePages(past.k, past.v), step, scale=new.scale)
         assert kv is not None
@@ -191,35 +190,29 @@ def _paged(
 
 def _alone(new: _NewTokens, step: Step, index: IndexSizes, show_blocks: bool) -> tuple[Tensor, Tensor | None]:
     """Over the new tokens alone: each row is one page."""
-    dense = step.max_query <= index.budget + index.ratio - 1
+    dense = step.rows.max_query <= index.budget + index.ratio - 1
     y, blocks = None, None
     if dense:
         y, _ = attend(new.q, new.k, new.v, None, step, scale=new.scale)
     if show_blocks or not dense:
-        hints = (step.query_start, step.max_query, step.uniform, index.ratio)
-        k, v, raw = (as_pages(x, *hints) for x in (new.k, new.v, new.raw))
-        count, each = raw.shape[0], raw.shape[1] // index.ratio
-        table = torch.arange(count, device=raw.device)[:, None]
-        rows = (table, step.query_start.diff(), step.query_start)
-        first = (torch.arange(each, device=raw.device) * index.ratio).expand(count, -1)
+        rows = step.rows.alone()
+        k, v, raw = (as_pages(x, rows, index.ratio) for x in (new.k, new.v, new.raw))
+        each = raw.shape[1] // index.ratio
+        first = (torch.arange(each, device=raw.device) * index.ratio).expand(rows.count, -1)
         keys = ops.pool_keys(raw.unflatten(1, (each, index.ratio)), first, new.pool_norm, **new.pooling)
-        blocks = _best(new, keys, rows, step, index)
+        blocks = _best(new, keys, rows, index)
         y = _sparse(new, k, v, blocks, rows, index) if y is None else y
     assert y is not None
     return y, blocks
 
 
-def _best(new: _NewTokens, keys: Tensor, rows: tuple[Any, ...], step: Step, index: IndexSizes) -> Tensor:
+def _best(new: _NewTokens, keys: Tensor, rows: Rows, index: IndexSizes) -> Tensor:
     """The blocks that each token selects. Nothing learns through a choice."""
-    hints: dict[str, Any] = {"max_query": step.max_query, "uniform": step.uniform}
-    q, keys = new.index_q.detach(), keys.detach()
-    return ops.index_scores_topk(q, keys, *rows, **hints, ratio=index.ratio, top_k=index.top_k)
+    return ops.index_scores_topk(new.index_q.detach(), keys.detach(), rows, ratio=index.ratio, top_k=index.top_k)
 
 
-def _sparse(
-    new: _NewTokens, k: Tensor, v: Tensor, blocks: Tensor | None, rows: tuple[Any, ...], index: IndexSizes
-) -> Tensor:
+def _sparse(new: _NewTokens, k: Tensor, v: Tensor, blocks: Tensor | None, rows: Rows, index: IndexSizes) -> Tensor:
     """Attention over pages of keys and values to the tokens of `blocks`."""
     assert blocks is not None
-    selected = ops.expand_blocks(blocks, *rows[1:], ratio=index.ratio)
-    return ops.sparse_attention(new.q, k, v, selected, *rows, scale=new.scale)
+    selected = ops.expand_blocks(blocks, rows, ratio=index.ratio)
+    return ops.sparse_attention(new.q, k, v, selected, rows, scale=new.scale)

@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -131,11 +130,10 @@ def ngram_embedding(
 ) -> tuple[Float[Tensor, "tokens streams hidden"], Float[Tensor, "tokens streams"], NgramState | None]:
     """The streams with their embeddings added, the gates, and the state after each row's last token."""
     streams, hidden = x.shape[1:]
-    rows: dict[str, Any] = {"max_query": step.max_query, "uniform": step.uniform, "keep_steps": step.keep_steps}
     context, window = (None, None) if past is None else (past.context, past.window)
     ids, context, seen = ops.ngram_rows(
-        tokens, context, step.positions, step.query_start, multipliers=params.multipliers, sizes=params.sizes,
-        offsets=params.offsets, end=params.end, **rows,
+        tokens, context, step.positions, step.rows, multipliers=params.multipliers, sizes=params.sizes,
+        offsets=params.offsets, end=params.end, keep_steps=step.keep_steps,
     )  # fmt: skip
     embedded = ops.table_rows(ids, params.table).to(x.dtype)
     key, value = project(params.key_value, embedded).split((streams * hidden, hidden), -1)
@@ -144,8 +142,8 @@ def ngram_embedding(
     query = ops.grouped_gemma_rms_norm(x.flatten(1), query_norm, groups=streams, eps=eps)
     gated, gates = ops.ngram_gate(key.view_as(x), query.view_as(x), value)
     normed = ops.grouped_gemma_rms_norm(gated.flatten(1), conv_norm, groups=streams, eps=eps)
-    dilation = len(params.multipliers)
-    y, window, taken = ops.short_conv(normed, params.conv, window, step.query_start, dilation=dilation, **rows)
+    reach = {"keep_steps": step.keep_steps, "dilation": len(params.multipliers)}
+    y, window, taken = ops.short_conv(normed, params.conv, window, step.rows, **reach)
     x = x + (gated + y.view_as(x))
     if window is None or context is None:
         return x, gates, None

@@ -331,12 +331,9 @@ class BlockDraft(abc.ABC):
         return hidden.unflatten(0, (state.rows, -1)), after
 
     def _attend(self, layer: int, q: Tensor, pages: KeyValuePages, step: Step) -> Tensor:
-        held = (q, pages.k, pages.v, step.page_table, step.lengths)
-        shared: dict[str, Any] = {"scale": self.config.head_dim**-0.5, "window": self.config.window(layer)}
-        if self.config.causal(layer):
-            hints = {"max_query": step.max_query, "uniform": step.uniform}
-            return ops.paged_attention(*held, step.query_start, step.host, **hints, **shared)
-        return ops.block_attention(*held, step.host, block=step.max_query, **shared)
+        op = ops.paged_attention if self.config.causal(layer) else ops.block_attention
+        scale, window = self.config.head_dim**-0.5, self.config.window(layer)
+        return op(q, pages.k, pages.v, step.rows, scale=scale, window=window)
 
     def _chosen(
         self, both: DraftedParams, hidden: Float[Tensor, "rows drafts hidden"], root: Int[Tensor, " rows"],

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lowering.ops.ragged import to_rectangle
+from lowering import Rows
 from lowering.ops.sampling import first_of
 from params.tree import map, tree
 
@@ -192,7 +192,7 @@ def kept_tokens(batch: Batch, next_tokens: Int[Tensor, "*lead"]) -> tuple[Int[Te
     if following.shape != tokens.shape:
         raise ValueError(f"extend: {following.shape[0]} next tokens for {tokens.shape[0]} tokens; give one for each")
     starts = _starts(batch, following.device)
-    given = to_rectangle((following >= 0).int(), starts, batch.max_query, batch.uniform)
+    given = Rows(starts, max_query=batch.max_query, uniform=batch.uniform).rectangle((following >= 0).int())
     # The first -1 of a row ends it; cells past its end hold 0 and end it too.
     kept = given.cumprod(1).sum(1, dtype=torch.int32)
     return following.clamp(min=0).to(tokens), kept

@@ -6,7 +6,7 @@ Everything a layer needs to know beside its own parameters and past is in a `Ste
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -15,8 +15,8 @@ from jaxtyping import Int
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack, is_functorch_wrapped_tensor
 
-from lowering.host import HostLengths, valueless
-from lowering.ops.ragged import row_of_token
+from lowering import Rows
+from lowering.host import valueless
 from lowering.ops.sampling import mix
 from params.tree import leaves, map
 
@@ -52,20 +52,15 @@ by token are meant for. The window of a DFlash block, at its default size, is as
 class Step:
     """The rows of one forward.
 
-    `row` is each token's row (padding: the scratch row), `positions` its place in the row. `lengths` count the new
-    tokens. Without a state, `slots`, `lengths` and `page_table` are None.
+    `row` is each token's row (padding: the scratch row), `positions` its place in the row. Without a state, `slots` is
+    None.
     """
 
-    query_start: Int[Tensor, " ends"]
+    rows: Rows
     positions: Int[Tensor, " tokens"]
     row: Int[Tensor, " tokens"]
-    max_query: int
-    uniform: bool
     keep_steps: bool
-    lengths: Int[Tensor, " rows"] | None = None
-    page_table: Int[Tensor, "rows max_pages"] | None = None
     places: Int[Tensor, " tokens"] | None = None
-    host: HostLengths | None = None
     hashes: Int[Tensor, " tokens"] | None = None
     state: State | None = None
     growth: Growth | None = None
@@ -103,26 +98,25 @@ def begin(
     """
     check_layout(batch)
     _check_positions(batch, axes)
-    tokens = batch.tokens.shape[0]
-    row = _rows_of(batch)
+    tokens, start = batch.tokens.shape[0], batch.query_start
+    rows = Rows(start, max_query=batch.max_query, uniform=batch.uniform)
+    row = torch.arange(tokens, device=start.device) if rows.uniform and rows.max_query == 1 else rows.of_tokens(tokens)
     if state is None:
         if keep_steps:
             raise StateError("keep_steps=True needs a state to commit; pass one, or leave keep_steps out")
-        offset = torch.arange(tokens, device=row.device) - batch.query_start[row.clamp(max=batch.rows - 1)]
-        return Step(batch.query_start, offset, row, batch.max_query, batch.uniform, False)
+        offset = torch.arange(tokens, device=row.device) - start[row.clamp(max=batch.rows - 1)]
+        return Step(rows, offset, row, False)
     check_followed()
     _check_kinds(state, kinds)
     state, growth = ready(state, batch, keep_steps)
     version = new_version(state.host, growth)
-    new = batch.query_start.diff()
     first = torch.cat((state.lengths, state.lengths.new_zeros(1)))
-    start = batch.query_start
     positions = first[row] + torch.arange(tokens, device=row.device, dtype=torch.int32) - start[row]
     hashes = None if state.log is None else _hashes(batch, positions)
-    return Step(
-        start, positions, row, batch.max_query, batch.uniform, keep_steps, state.lengths + new, state.page_table,
-        _slots(state, row, positions), host_lengths(state, growth), hashes, state, growth, version,
-    )  # fmt: skip
+    held, host = state.lengths + rows.new, host_lengths(state, growth)
+    places = _slots(state, row, positions)
+    rows = replace(rows, lengths=held, page_table=state.page_table, host=host)
+    return Step(rows, positions, row, keep_steps, places, hashes, state, growth, version)
 
 
 def ready(state: State, batch: Batch, keep_steps: bool) -> tuple[State, Growth]:
@@ -139,8 +133,8 @@ def finish(step: Step, layers: Sequence[Entry | None]) -> State | None:
     entries = tuple(entry for entry in layers if entry is not None)
     if len(entries) != len(step.state.layers):
         raise StateError(_other_model(step.state, str(len(entries))))
-    new = step.query_start.diff()
-    return grown(step.state, entries, _logged(step, step.state), new, step.growth, step.version, step.keep_steps)
+    log = _logged(step, step.state)
+    return grown(step.state, entries, log, step.rows.new, step.growth, step.version, step.keep_steps)
 
 
 def _logged(step: Step, state: State) -> TokenLog | None:
@@ -148,8 +142,8 @@ def _logged(step: Step, state: State) -> TokenLog | None:
     slots = step.slots
     if state.log is None or step.hashes is None or slots is None:
         return None
-    kept = step.max_query if step.keep_steps else None
-    return written(state.log, step.hashes, slots, step.row, step.query_start, kept)
+    kept = step.rows.max_query if step.keep_steps else None
+    return written(state.log, step.hashes, slots, step.row, step.rows.query_start, kept)
 
 
 def writable(pages: A, *made: Tensor) -> A:
@@ -198,13 +192,6 @@ def _other_model(state: State, layers: str) -> str:
         f"the state has entries for {len(state.layers)} layers, the parameters have {layers}; make the state with the "
         "init_state of a model whose config is that of the parameters"
     )
-
-
-def _rows_of(batch: Batch) -> Tensor:
-    tokens = batch.tokens.shape[0]
-    if batch.uniform and batch.max_query == 1:
-        return torch.arange(tokens, device=batch.tokens.device)
-    return row_of_token(batch.query_start, tokens)
 
 
 def _checked_growth(state: State, batch: Batch, keep_steps: bool) -> Growth:

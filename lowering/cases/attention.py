@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-from ..host import HostLengths
 from .case import (
     BLOCK,
     BLOCK_512,
@@ -20,7 +19,7 @@ from .case import (
     Arguments,
     Case,
     Draw,
-    Rows,
+    RowCounts,
 )
 
 
@@ -35,25 +34,33 @@ def without_keys(make: Callable[[Draw], Arguments]) -> Callable[[Draw], Argument
 
 
 def _attention(
-    rows: Rows, heads: int, kv_heads: int, head_dim: int, v_dim: int, **window: int
+    rows: RowCounts, heads: int, kv_heads: int, head_dim: int, v_dim: int, **window: int
 ) -> Callable[[Draw], Arguments]:
     def make(draw: Draw) -> Arguments:
         q, k, v = (
             draw.normal(rows.tokens, number, dim)
             for number, dim in ((heads, head_dim), (kv_heads, head_dim), (kv_heads, v_dim))
         )
-        return (q, k, v, rows.query_start()), {**rows.hints(), "scale": head_dim**-0.5, **window}
+        return (q, k, v, rows.made()), {"scale": head_dim**-0.5, **window}
 
     return make
 
 
 def paged(
-    rows: Rows, heads: int, kv_heads: int, head_dim: int, v_dim: int, page_size: int, *, shuffled: bool, **window: int
+    rows: RowCounts,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_dim: int,
+    page_size: int,
+    *,
+    shuffled: bool,
+    **window: int,
 ) -> Callable[[Draw], Arguments]:
     """Arguments of `paged_attention` with NaN in every page and slot that no row holds; `window` is passed on."""
 
     def make(draw: Draw) -> Arguments:
-        lengths = [past + count for past, count in zip(rows.past, rows.counts, strict=True)]
+        lengths = rows.lengths
         used = [-(-length // page_size) for length in lengths]
         total = sum(used) + 3
         order = draw.distinct(total - 1, 1, total - 1)[0].tolist() if shuffled else list(range(total - 1))
@@ -68,11 +75,8 @@ def paged(
                 for at in range(length):
                     pool[held[at // page_size], at % page_size] = draw.normal(kv_heads, dim)
             pools.append(pool)
-        host = HostLengths(rows.counts, tuple(lengths), tuple(pages), exact=True)
         q = draw.normal(rows.tokens, heads, head_dim)
-        held = torch.tensor(lengths, dtype=torch.int32)
-        hints = {**rows.hints(), "scale": head_dim**-0.5, **window}
-        return (q, *pools, table, held, rows.query_start(), host), hints
+        return (q, *pools, rows.made(table, pages)), {"scale": head_dim**-0.5, **window}
 
     return make
 
@@ -105,28 +109,24 @@ def cases() -> list[Case]:
     return made
 
 
-def _block(rows: Rows, *sizes: int, **window: int) -> Callable[[Draw], Arguments]:
-    """Arguments of `block_attention`, from those of `paged_attention` for rows of one count."""
-
-    def make(draw: Draw) -> Arguments:
-        (q, k_pages, v_pages, table, lengths, _, host), hints = paged(rows, *sizes, shuffled=True, **window)(draw)
-        kept = {name: hints[name] for name in ("scale", *window)}
-        return (q, k_pages, v_pages, table, lengths, host), kept | {"block": rows.counts[0]}
-
-    return make
-
-
 def _blocks() -> list[Case]:
     """Blocks of a draft: of one token and of several, behind nothing, less than a page and more."""
     made = []
     for rows in (ROWS[1], VERIFY, BLOCK):
-        made.append(Case("block_attention", f"{rows.name}_4_2_16", _block(rows, 4, 2, 16, 12, 5), 130))
-        made.append(Case("block_attention", f"{rows.name}_window_3", _block(rows, 3, 1, 8, 8, 4, window=3), 130))
+        made.append(Case("block_attention", f"{rows.name}_4_2_16", paged(rows, 4, 2, 16, 12, 5, shuffled=True), 130))
+        made.append(
+            Case("block_attention", f"{rows.name}_window_3", paged(rows, 3, 1, 8, 8, 4, shuffled=True, window=3), 130)
+        )
         for dim in (128, 256):
-            made.append(Case("block_attention", f"{rows.name}_{dim}", _block(rows, 4, 2, dim, dim, 128), 256))
-            bound = _block(rows, 4, 1, dim, dim, 128, window=4)
+            made.append(
+                Case("block_attention", f"{rows.name}_{dim}", paged(rows, 4, 2, dim, dim, 128, shuffled=True), 256)
+            )
+            bound = paged(rows, 4, 1, dim, dim, 128, shuffled=True, window=4)
             made.append(Case("block_attention", f"{rows.name}_window_4_{dim}", bound, 256))
-    return [*made, Case("block_attention", BLOCK_512.name, _block(BLOCK_512, 8, 2, 128, 128, 128), 512, bench=True)]
+    return [
+        *made,
+        Case("block_attention", BLOCK_512.name, paged(BLOCK_512, 8, 2, 128, 128, 128, shuffled=True), 512, bench=True),
+    ]
 
 
 def _windows() -> list[Case]:

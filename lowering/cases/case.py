@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..host import HostLengths
+from ..rows import Rows
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -61,7 +64,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowCounts:
     """New tokens and past tokens of each row, and padding behind them."""
 
     name: str
@@ -78,30 +81,39 @@ class Rows:
         """Where each row starts, and the end of the last."""
         return torch.tensor([0, *accumulate(self.counts)], dtype=torch.int32)
 
-    def hints(self) -> dict[str, Any]:
-        """The static facts that ops over rows take."""
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row, new ones included."""
+        return [past + count for past, count in zip(self.past, self.counts, strict=True)]
+
+    def made(self, table: Tensor | None = None, pages: Sequence[tuple[int, ...]] | None = None) -> Rows:
+        """The rows as ops take them; with a page table those of a state, with page ids as the host knows it."""
         uniform = len(set(self.counts)) == 1 and not self.padding and self.counts[0] > 0
-        return {"max_query": max(self.counts), "uniform": uniform}
+        rows = Rows(self.query_start(), max_query=max(self.counts), uniform=uniform)
+        if table is None:
+            return rows
+        host = None if pages is None else HostLengths(self.counts, tuple(self.lengths), tuple(pages), exact=True)
+        return replace(rows, lengths=torch.tensor(self.lengths, dtype=torch.int32), page_table=table, host=host)
 
 
 ROWS = (
-    Rows("one_token", (1,), (9,)),
-    Rows("decode", (1, 1, 1), (4, 0, 11)),
-    Rows("uniform", (9, 9), (0, 5)),
-    Rows("ragged", (5, 0, 1, 12), (3, 7, 0, 2), padding=3),
-    Rows("idle_first", (0, 4), (6, 0), padding=1),
-    Rows("two_chunks_and_tail", (130, 18), (0, 1)),
+    RowCounts("one_token", (1,), (9,)),
+    RowCounts("decode", (1, 1, 1), (4, 0, 11)),
+    RowCounts("uniform", (9, 9), (0, 5)),
+    RowCounts("ragged", (5, 0, 1, 12), (3, 7, 0, 2), padding=3),
+    RowCounts("idle_first", (0, 4), (6, 0), padding=1),
+    RowCounts("two_chunks_and_tail", (130, 18), (0, 1)),
 )
 """Rows that every op over rows meets."""
-VERIFY = Rows("verify", (4, 4, 4), (5, 2, 0))
-PROMPT = Rows("prompt_512", (512,), (0,))
-DECODE_8 = Rows("decode_8", (1,) * 8, (400,) * 8)
-VERIFY_8 = Rows("verify_8", (4,) * 8, (400,) * 8)
-DECODE_1 = Rows("decode_1", (1,), (400,))
-BLOCK = Rows("block", (7, 7, 7), (5, 0, 140))
-BLOCK_512 = Rows("block_512", (7,) * 8, (512,) * 8)
-DECODE_4K = Rows("decode_4k", (1,), (4096,))
-LONG = Rows("long_decode", (1, 1, 1), (300, 17, 129))
+VERIFY = RowCounts("verify", (4, 4, 4), (5, 2, 0))
+PROMPT = RowCounts("prompt_512", (512,), (0,))
+DECODE_8 = RowCounts("decode_8", (1,) * 8, (400,) * 8)
+VERIFY_8 = RowCounts("verify_8", (4,) * 8, (400,) * 8)
+DECODE_1 = RowCounts("decode_1", (1,), (400,))
+BLOCK = RowCounts("block", (7, 7, 7), (5, 0, 140))
+BLOCK_512 = RowCounts("block_512", (7,) * 8, (512,) * 8)
+DECODE_4K = RowCounts("decode_4k", (1,), (4096,))
+LONG = RowCounts("long_decode", (1, 1, 1), (300, 17, 129))
 
 
 def scattered(lengths: Sequence[int], page_size: int) -> tuple[list[tuple[int, ...]], Tensor]:

@@ -7,23 +7,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .case import DECODE_1, DECODE_8, PROMPT, ROWS, VERIFY, VERIFY_8, Arguments, Case, Draw, Rows
+from .case import DECODE_1, DECODE_8, PROMPT, ROWS, VERIFY, VERIFY_8, Arguments, Case, Draw, RowCounts
 
 
 def _short_conv(
-    rows: Rows, channels: int, width: int, *, window: bool, keep_steps: bool, **dilation: int
+    rows: RowCounts, channels: int, width: int, *, window: bool, keep_steps: bool, **dilation: int
 ) -> Callable[[Draw], Arguments]:
     def make(draw: Draw) -> Arguments:
         reach = (width - 1) * dilation.get("dilation", 1)
         past = draw.normal(len(rows.counts) + 1, reach, channels) if window else None
-        kwargs = {**rows.hints(), "keep_steps": keep_steps, **dilation}
-        return (draw.normal(rows.tokens, channels), draw.normal(channels, width), past, rows.query_start()), kwargs
+        kwargs = {"keep_steps": keep_steps, **dilation}
+        return (draw.normal(rows.tokens, channels), draw.normal(channels, width), past, rows.made()), kwargs
 
     return make
 
 
 def delta(
-    rows: Rows, k_heads: int, v_heads: int, k_dim: int, v_dim: int, *,
+    rows: RowCounts, k_heads: int, v_heads: int, k_dim: int, v_dim: int, *,
     state: bool, keep_steps: bool, recurrent: torch.dtype = torch.float32, channels: bool = False,
 ) -> Callable[[Draw], Arguments]:  # fmt: skip
     """Arguments of `gated_delta_rule`: unit keys and queries, nonzero gates, a random state.
@@ -39,19 +39,19 @@ def delta(
         gates = (rows.tokens, v_heads, *([k_dim] if channels else []))
         decay, beta = draw.uniform(-2.0, 0.0, *gates), draw.uniform(0.0, 1.0, rows.tokens, v_heads)
         before = draw.normal(len(rows.counts) + 1, v_heads, v_dim, k_dim, dtype=recurrent) if state else None
-        return (q, k, v, decay, beta, before, rows.query_start()), {**rows.hints(), "keep_steps": keep_steps}
+        return (q, k, v, decay, beta, before, rows.made()), {"keep_steps": keep_steps}
 
     return make
 
 
-def faded(rows: Rows, heads: int, dim: int) -> Callable[[Draw], Arguments]:
+def faded(rows: RowCounts, heads: int, dim: int) -> Callable[[Draw], Arguments]:
     """Arguments of `gated_delta_rule` with a state of denormal numbers and nothing written: slow on some machines."""
 
     def make(draw: Draw) -> Arguments:
-        (q, k, v, decay, beta, state, start), kwargs = delta(
-            rows, heads, heads, dim, dim, state=True, keep_steps=False
-        )(draw)
-        return (q, k, v, decay * 1e-3, beta * 0, state * 1e-40, start), kwargs
+        (q, k, v, decay, beta, state, made), kwargs = delta(rows, heads, heads, dim, dim, state=True, keep_steps=False)(
+            draw
+        )
+        return (q, k, v, decay * 1e-3, beta * 0, state * 1e-40, made), kwargs
 
     return make
 

@@ -6,14 +6,16 @@ from collections.abc import Callable
 
 import torch
 
-from ..host import HostLengths
+from params.tree import leaves
+
 from ..layouts import LAYOUTS
-from .case import DECODE_1, DECODE_8, PROMPT, ROWS, VERIFY, Arguments, Case, Draw, Rows, scattered
+from ..ops.mla import LatentPools, LatentQueries, Latents
+from .case import DECODE_1, DECODE_8, PROMPT, ROWS, VERIFY, Arguments, Case, Draw, RowCounts, scattered
 from .weights import with_quantized
 
 
 def latent_rows(
-    rows: Rows, heads: int, nope_dim: int, rope_dim: int, v_dim: int, latent_dim: int, page_size: int, *,
+    rows: RowCounts, heads: int, nope_dim: int, rope_dim: int, v_dim: int, latent_dim: int, page_size: int, *,
     layout: str = "nd", padding: float = 0.0,
 ) -> Callable[[Draw], Arguments]:  # fmt: skip
     """Arguments of `mla_prefix_attention`: pages in no order, NaN in every slot that no row holds.
@@ -22,7 +24,7 @@ def latent_rows(
     """
 
     def make(draw: Draw) -> Arguments:
-        lengths = [past + count for past, count in zip(rows.past, rows.counts, strict=True)]
+        lengths = rows.lengths
         pages, table = scattered(lengths, page_size)
         slots = [torch.tensor(held, dtype=torch.int64).repeat_interleave(page_size) * page_size for held in pages]
         slots = [
@@ -42,12 +44,10 @@ def latent_rows(
         q = draw.normal(rows.tokens, heads, nope_dim + rope_dim)
         q[live:] = padding
         up = draw.normal(heads * (nope_dim + v_dim), latent_dim) / latent_dim**0.5
-        host = HostLengths(rows.counts, tuple(lengths), tuple(pages), exact=True)
-        q_rope = q[..., nope_dim:] if rope_dim else None
-        both = [[*found, None][:2] for found in (new, pools)]
-        held = torch.tensor(lengths, dtype=torch.int32)
-        args = (q[..., :nope_dim], q_rope, *both[0], *both[1], up, table, held, rows.query_start(), host)
-        return args, {**rows.hints(), "scale": (nope_dim + rope_dim) ** -0.5, "v_dim": v_dim}
+        queries = LatentQueries(q[..., :nope_dim], q[..., nope_dim:] if rope_dim else None)
+        latents, pages_of = Latents(*[*new, None][:2]), LatentPools(*[*pools, None][:2])
+        kwargs = {"scale": (nope_dim + rope_dim) ** -0.5, "v_dim": v_dim}
+        return (queries, latents, pages_of, up, rows.made(table, pages)), kwargs
 
     return make
 
@@ -65,7 +65,7 @@ def cases() -> list[Case]:
             wide = latent_rows(rows, heads, 128, 64, 128, 512, page_size, layout=layout)
             made.append(Case("mla_prefix_attention", f"{rows.name}_wide_{layout}_{page_size}", wide, 512))
     for rows, scheme in ((ROWS[3], "w8a8_dynamic"), (VERIFY, "w8a8_mxfp8")):
-        wide = with_quantized(latent_rows(rows, 2, 128, 64, 128, 512, 128), 6, scheme)
+        wide = with_quantized(latent_rows(rows, 2, 128, 64, 128, 512, 128), 3, scheme)
         made.append(Case("mla_prefix_attention", f"{rows.name}_{scheme}", wide, 512))
     for rows in (PROMPT, DECODE_1, DECODE_8):
         wide = latent_rows(rows, 16, 128, 64, 128, 512, 128)
@@ -88,8 +88,9 @@ def _written(layout: str, page_size: int, latent_dim: int, rope_dim: int) -> Cal
         pools = [LAYOUTS[layout].empty(4, page_size, width, draw.dtype, torch.device("cpu")) for width in widths]
         for pool in pools:
             pool.values.copy_(draw.normal(*pool.values.shape))
-        both = [[*found, None][:2] for found in (pools, [draw.normal(6, width) for width in widths])]
-        return (*both[0], *both[1], draw.distinct(4 * page_size, 1, 6)[0]), {}
+        new = [draw.normal(6, width) for width in widths]
+        both = LatentPools(*[*pools, None][:2]), Latents(*[*new, None][:2])
+        return (*both, draw.distinct(4 * page_size, 1, 6)[0]), {}
 
     return make
 
@@ -100,10 +101,9 @@ def _normed(
     """Arguments of `latent_norm_rope_write`, from those of `write_latents`."""
 
     def make(draw: Draw) -> Arguments:
-        (latent_pages, rope_pages, latent, rope, slots), _ = _written(layout, page_size, latent_dim, rope_dim)(draw)
-        kv = latent if rope is None else torch.cat((latent, rope), -1)
+        (pages, new, slots), _ = _written(layout, page_size, latent_dim, rope_dim)(draw)
         angles = draw.uniform(-3.0, 3.0, 6, rope_dim // 2)
-        turned = (None, None) if rope is None else (angles.cos(), angles.sin())
-        return (latent_pages, rope_pages, kv, draw.normal(latent_dim), *turned, slots), {"eps": eps}
+        turned = (None, None) if new.rope is None else (angles.cos(), angles.sin())
+        return (pages, torch.cat(leaves(new), -1), draw.normal(latent_dim), *turned, slots), {"eps": eps}
 
     return make

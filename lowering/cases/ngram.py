@@ -6,17 +6,16 @@ from collections.abc import Callable
 
 import torch
 
-from .case import ROWS, VERIFY, Arguments, Case, Draw, Rows
+from .case import ROWS, VERIFY, Arguments, Case, Draw, RowCounts
 
 
-def _hashed(rows: Rows, *, context: bool, keep_steps: bool) -> Callable[[Draw], Arguments]:
+def _hashed(rows: RowCounts, *, context: bool, keep_steps: bool) -> Callable[[Draw], Arguments]:
     def make(draw: Draw) -> Arguments:
         before = draw.ids(9, len(rows.counts) + 1, 2) if context else None
         places = [torch.arange(count) + past * context for past, count in zip(rows.past, rows.counts, strict=True)]
         positions = torch.cat([*places, torch.zeros(rows.padding, dtype=torch.int64)])
         kwargs = {"multipliers": (3, 2**40 + 1, 7), "sizes": (11, 13, 17, 19), "offsets": (0, 11, 24, 41), "end": 2}
-        kwargs |= {**rows.hints(), "keep_steps": keep_steps}
-        return (draw.ids(9, rows.tokens), before, positions, rows.query_start()), kwargs
+        return (draw.ids(9, rows.tokens), before, positions, rows.made()), kwargs | {"keep_steps": keep_steps}
 
     return make
 

@@ -169,9 +169,8 @@ def comparable(op: Op, args: Any, kwargs: Any, result: Any) -> Any:
     Kernels choose the trail's form.
     """
     if op.name == "gated_delta_rule" and result[-1] is not None:
-        given = op.signature.bind(*args, **kwargs).arguments
-        starts = given["query_start"]
-        half = torch.full((len(starts) - 1,), given["max_query"] // 2, dtype=torch.int32, device=starts.device)
+        rows = op.signature.bind(*args, **kwargs).arguments["rows"]
+        half = torch.full((rows.count,), rows.max_query // 2, dtype=torch.int32, device=rows.query_start.device)
         result = (*result[:-1], result[-1].at(half)[:-1])
     return live(op.name, result)
 

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from params import tree
 
-from ..host import HostLengths
 from ..kernel import Choice, Kernel
 from ..op import Op
 from ..policy import MODE
+from ..rows import Rows
 from .costs import ATEN, Cost, Formulas, cost, has_flops
 
 SHOWN = 4
@@ -146,7 +146,7 @@ class DryRun:
         sink, self.recorder.sink = self.recorder.sink, None
         outer, self.inside = self.inside, []
         try:
-            key = (*key, *(x for x in (*args, *kwargs.values()) if isinstance(x, HostLengths)))
+            key = (*key, *(x.host for x in (*args, *kwargs.values()) if isinstance(x, Rows)))
             known = op.dry_results.get(key)
             if known is not None:
                 self._repeat(known[2])
@@ -188,14 +188,20 @@ def shown_arguments(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence
     return ", ".join([*positional, *(f"{name}={shown(x)}" for name, x in kwargs.items())])
 
 
+def _shown_rows(rows: Rows) -> str:
+    tensors = ", ".join(f"{path}={tree.describe(x)}" for path, x in tree.items(rows))
+    known = "" if rows.host is None else ", host lengths" if rows.host.exact else ", bounds of host lengths"
+    return f"Rows({tensors}, max_query={rows.max_query}, uniform={rows.uniform}{known})"
+
+
 def shown(value: Any) -> str:
     """Text for a value: shapes and dtypes for tensors, the first entries of long lists, class names for other trees."""
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         rest = f", ... {len(value)} entries" if len(value) > SHOWN else ""
         inner = ", ".join(shown(x) for x in value[:SHOWN]) + rest
         return f"[{inner}]" if isinstance(value, list) else f"({inner})"
-    if isinstance(value, HostLengths):
-        return "host lengths" if value.exact else "bounds of host lengths"
+    if isinstance(value, Rows):
+        return _shown_rows(value)
     if isinstance(value, Tensor) or value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return tree.describe(value).removeprefix("torch.")
     leaves = tree.leaves(value)

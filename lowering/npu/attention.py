@@ -20,9 +20,9 @@ from torch import Tensor
 from params.modes import lasting
 
 from ..errors import LoweringError
-from ..host import HostLengths, tracing
+from ..host import tracing
 from ..ops.attention import attention, block_attention, paged_attention, window_pages, write_pages
-from ..ops.ragged import row_of_token, to_flat, to_rectangle
+from ..rows import Rows
 from .features import npu
 from .kernel import FLOATS, HALVES, above, empty, fused, wrong_dtype
 
@@ -69,9 +69,9 @@ def wrong_heads(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return above(512, head_dim=head_dim) or above(256, heads=heads)
 
 
-def _binds(window: int | None, page_table: Tensor, page_size: int) -> bool:
+def _binds(window: int | None, rows: Rows, page_size: int) -> bool:
     """Whether a row may hold more keys than its newest query sees."""
-    return window is not None and window < page_table.shape[1] * page_size
+    return window is not None and window < rows.paged[1].shape[1] * page_size
 
 
 def _wrong_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, max_query: int) -> str | None:
@@ -85,54 +85,62 @@ def _wrong_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, max_query: int) ->
     return wrong_dtype(HALVES, q=q, k_pages=k_pages, v_pages=v_pages)
 
 
-def _refuse_paged(
-    q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale, window=None
-):
-    return _wrong_host(host) or wrong_heads(q, k_pages, v_pages) or _wrong_pages(q, k_pages, v_pages, max_query)
+def _refuse_paged(q, k_pages, v_pages, rows, *, scale, window=None):
+    return _wrong_rows(rows) or wrong_heads(q, k_pages, v_pages) or _wrong_pages(q, k_pages, v_pages, rows.max_query)
 
 
-def _wrong_host(host: HostLengths) -> str | None:
-    if not host.exact:
-        return "needs exact row lengths on the host, and only an upper bound is known: read the accepted counts first"
-    if not host.fits:
+def unknown_lengths(rows: Rows) -> str | None:
+    """A sentence about rows whose lengths the host does not know exactly."""
+    return rows.inexact and f"{rows.inexact}: read the accepted counts first"
+
+
+def _wrong_rows(rows: Rows) -> str | None:
+    return unknown_lengths(rows) or shared_pages(rows)
+
+
+def shared_pages(rows: Rows) -> str | None:
+    """A sentence about a pool with fewer pages than its rows hold, those they share counted for each."""
+    if rows.host is not None and not rows.host.fits:
         return "counts pages that rows share once a row, and the pool has fewer: give init_state more pages"
     return None
 
 
-def _refuse_packed(
-    q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale, window=None
-):
-    if max_query == 1 and _binds(window, page_table, k_pages.shape[1]):
+def _refuse_packed(q, k_pages, v_pages, rows, *, scale, window=None):
+    if rows.max_query == 1 and _binds(window, rows, k_pages.shape[1]):
         return "for one query a row the operator is documented to ignore a window, and layout TND takes no other mask"
     if q.shape[2] not in PACKED_WIDTHS:
         return f"layout TND takes a head_dim of 128 or 192; this call has {q.shape[2]}"
     if q.dtype != torch.bfloat16:
         return f"layout TND takes bfloat16; q is {str(q.dtype).removeprefix('torch.')}"
     # Padding is a row too, and may be longer than the others.
-    longest = max_query if uniform else max(max_query, 2)
-    hints: dict[str, Any] = {"max_query": longest, "uniform": uniform, "scale": scale}
-    wrong = _refuse_paged(q, k_pages, v_pages, page_table, lengths, query_start, host, **hints)
-    return wrong or above(2**20, tokens=q.shape[0]) or above(MOST_PACKED, rows=page_table.shape[0])
+    longest = rows.max_query if rows.uniform else max(rows.max_query, 2)
+    wrong = _wrong_rows(rows) or wrong_heads(q, k_pages, v_pages) or _wrong_pages(q, k_pages, v_pages, longest)
+    return wrong or above(2**20, tokens=q.shape[0]) or above(MOST_PACKED, rows=rows.count)
 
 
 @fused(paged_attention, "npu_fia_tnd", OPERATOR, refuse=_refuse_packed)
-def _packed(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale, window=None):
-    queries, keys, table = list(accumulate(host.query)), list(host.length), page_table.int().contiguous()
-    if not uniform:
+def _packed(q, k_pages, v_pages, rows, *, scale, window=None):
+    queries, keys, table = list(accumulate(rows.host.query)), list(rows.host.length), page_table(rows)
+    if not rows.uniform:
         # The last entry must be the number of tokens, so padding is one more row, over the scratch page alone: its
         # first queries may see no key, and what they get is dropped.
         table = torch.nn.functional.pad(table, (0, 0, 0, 1))
         padding = torch.sym_min(q.shape[0] - queries[-1], k_pages.shape[1])
         queries, keys = [*queries, q.shape[0]], [*keys, padding]
     held: dict[str, Any] = {"actual_seq_qlen": queries, "actual_seq_kvlen": keys, "block_table": table}
-    if uniform and max_query == 1:
+    if rows.uniform and rows.max_query == 1:
         # One query sees every key: there is no mask to make or to read.
         return _attended(q.contiguous(), k_pages, v_pages, scale, "TND", UNMASKED, **held)
     y = _attended(q.contiguous(), k_pages, v_pages, scale, "TND", BAND, **_band(window), **held)
-    if uniform:
+    if rows.uniform:
         return y
-    live = row_of_token(query_start, q.shape[0]) < page_table.shape[0]
+    live = rows.of_tokens(q.shape[0]) < rows.count
     return torch.where(live[:, None, None], y, 0)
+
+
+def page_table(rows: Rows) -> Tensor:
+    """The page table as the operator takes it."""
+    return rows.paged[1].int().contiguous()
 
 
 def _band(window: int | None) -> dict[str, int]:
@@ -141,48 +149,44 @@ def _band(window: int | None) -> dict[str, int]:
 
 
 @fused(paged_attention, "npu_fia_bsnd", OPERATOR, refuse=_refuse_paged)
-def _padded(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale, window=None):
-    rectangle = to_rectangle(q, query_start, max_query, uniform).contiguous()
-    if max_query == 1:
-        held = _one_query(page_table, lengths, query_start, host, k_pages.shape[1], window)
-        y = _attended(rectangle, k_pages, v_pages, scale, "BSND", UNMASKED, **held)
-        return to_flat(y, query_start, q.shape[0], uniform)
-    held: dict[str, Any] = {"actual_seq_qlen": list(host.query), "actual_seq_kvlen": list(host.length)}
-    held["block_table"] = page_table.int().contiguous()
+def _padded(q, k_pages, v_pages, rows, *, scale, window=None):
+    rectangle = rows.rectangle(q).contiguous()
+    if rows.max_query == 1:
+        held = _one_query(rows, k_pages.shape[1], window)
+        return rows.flat(_attended(rectangle, k_pages, v_pages, scale, "BSND", UNMASKED, **held), q.shape[0])
+    held: dict[str, Any] = {"actual_seq_qlen": list(rows.host.query), "actual_seq_kvlen": list(rows.host.length)}
+    held["block_table"] = page_table(rows)
     mode, band = (BOTTOM_RIGHT, {}) if window is None else (BAND, _band(window))
-    y = _attended(rectangle, k_pages, v_pages, scale, "BSND", mode, **band, **held)
-    return to_flat(y, query_start, q.shape[0], uniform)
+    return rows.flat(_attended(rectangle, k_pages, v_pages, scale, "BSND", mode, **band, **held), q.shape[0])
 
 
-def _one_query(
-    page_table: Tensor, lengths: Tensor, query_start: Tensor, host: HostLengths, page_size: int, window: int | None
-) -> dict[str, Any]:
+def _one_query(rows: Any, page_size: int, window: int | None) -> dict[str, Any]:
     """What rows of one query see: all they hold, or the pages of a window with a mask over what lies before it."""
-    if window is None or not _binds(window, page_table, page_size):
-        return {"actual_seq_kvlen": list(host.length), "block_table": page_table.int().contiguous()}
-    table, places = window_pages(page_table, lengths, query_start, page_size, 1, window)
+    if window is None or not _binds(window, rows, page_size):
+        return {"actual_seq_kvlen": list(rows.host.length), "block_table": page_table(rows)}
+    table, places = window_pages(rows, page_size, window)
     held: list[Any] = []
-    for query, length in zip(host.query, host.length, strict=True):
+    for query, length in zip(rows.host.query, rows.host.length, strict=True):
         before: Any = torch.sym_max(length - query - window + 1, 0)
         held.append(length - before // page_size * page_size)
     return {
         "actual_seq_kvlen": held,
         "block_table": table.int().contiguous(),
-        "atten_mask": (places < lengths[:, None] - window)[:, None, None],
+        "atten_mask": (places < rows.lengths[:, None] - window)[:, None, None],
     }
 
 
-def _refuse_block(q, k_pages, v_pages, page_table, lengths, host, *, block, scale, window=None) -> str | None:
-    if block == 1 and _binds(window, page_table, k_pages.shape[1]):
+def _refuse_block(q, k_pages, v_pages, rows, *, scale, window=None) -> str | None:
+    if rows.max_query == 1 and _binds(window, rows, k_pages.shape[1]):
         return "for one query a row the operator is documented to ignore a window"
-    return _wrong_host(host) or wrong_heads(q, k_pages, v_pages) or _wrong_pages(q, k_pages, v_pages, block)
+    return _refuse_paged(q, k_pages, v_pages, rows, scale=scale, window=window)
 
 
 @fused(block_attention, "npu_fia_block", OPERATOR, refuse=_refuse_block)
-def _block(q, k_pages, v_pages, page_table, lengths, host, *, block, scale, window=None):
-    held: dict[str, Any] = {"actual_seq_kvlen": list(host.length), "block_table": page_table.int().contiguous()}
+def _block(q, k_pages, v_pages, rows, *, scale, window=None):
+    block, held = rows.max_query, {"actual_seq_kvlen": list(rows.host.length), "block_table": page_table(rows)}
     if block > 1:
-        held["actual_seq_qlen"] = list(host.query)
+        held["actual_seq_qlen"] = list(rows.host.query)
     mode = UNMASKED
     if window is not None and block > 1:
         mode, held = BAND, held | {"pre_tokens": window - 1, "next_tokens": window - 1}
@@ -204,18 +208,18 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float, layout: str, mode: 
     )[0]  # fmt: skip
 
 
-def _refuse_dense(q, k, v, query_start, *, max_query, uniform, scale, window=None) -> str | None:
-    if not uniform:
+def _refuse_dense(q, k, v, rows, *, scale, window=None) -> str | None:
+    if not rows.uniform:
         return "needs each row's length on the host, and without a state only a uniform batch tells it"
     return wrong_dtype(HALVES, q=q, k=k, v=v) or wrong_heads(q, k, v)
 
 
 @fused(attention, "npu_fia_dense", OPERATOR, refuse=_refuse_dense)
-def _dense(q, k, v, query_start, *, max_query, uniform, scale, window=None):
-    q4, k4, v4 = (to_rectangle(x, query_start, max_query, uniform).contiguous() for x in (q, k, v))
-    mode = BOTTOM_RIGHT if max_query > 1 else UNMASKED
+def _dense(q, k, v, rows, *, scale, window=None):
+    q4, k4, v4 = (rows.rectangle(x).contiguous() for x in (q, k, v))
+    mode = BOTTOM_RIGHT if rows.max_query > 1 else UNMASKED
     band: dict[str, int] = {}
-    if window is not None and window < max_query:
+    if window is not None and window < rows.max_query:
         mode, band = BAND, _band(window)
     return _attended(q4, k4, v4, scale, "BSND", mode, **band).flatten(0, 1)
 

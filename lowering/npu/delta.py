@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..ops.delta import DeltaInputs, channel_gates, delta_gates, gated_delta_rule, replay_delta
-from ..ops.ragged import row_of_token, to_flat, to_rectangle
+from ..rows import Rows
 from ..target import ASCEND
 from .features import npu
 from .kernel import above, empty, fused, wrong_dtype
@@ -42,13 +42,13 @@ def _wrong_state(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> str |
     return wrong_dtype(BF16, q=q, k=k, v=v) or empty(q=q, v=v)
 
 
-def _refuse_recurrent(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps) -> str | None:
+def _refuse_recurrent(q, k, v, decay, beta, state, rows, *, keep_steps) -> str | None:
     if state is None:
         return "continues a state; this call has none"
     if decay.ndim == k.ndim:
         return "takes one decay a head: gk, a decay a channel, is documented as not supported; this call has one"
     return (
-        above(MOST_STEPS, **{"tokens a row": max_query})
+        above(MOST_STEPS, **{"tokens a row": rows.max_query})
         or _wrong_state(q, k, v, state)
         or above(256, k_heads=k.shape[1], v_heads=v.shape[1], k_dim=k.shape[2], v_dim=v.shape[2])
     )
@@ -60,15 +60,15 @@ def _refuse_recurrent(q, k, v, decay, beta, state, query_start, *, max_query, un
     "npu_recurrent_gated_delta_rule_functional",
     refuse=_refuse_recurrent,
 )
-def _recurrent(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps):
+def _recurrent(q, k, v, decay, beta, state, rows, *, keep_steps):
     gates = decay.float(), beta.to(q.dtype)
-    inputs = [to_rectangle(x, query_start, max_query, uniform) for x in (q, k, v, *gates)]
+    inputs = [rows.rectangle(x) for x in (q, k, v, *gates)]
     outputs, after = [], state.contiguous()
     for pieces in zip(*(x.split(A_CALL, 1) for x in inputs), strict=True):
         out, after = _steps(pieces, after)
         outputs.append(out)
     out = torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
-    out = to_flat(out, query_start, q.shape[0], uniform)
+    out = rows.flat(out, q.shape[0])
     return (out, state, DeltaInputs(state, *inputs[1:])) if keep_steps else (out, after, None)
 
 
@@ -85,7 +85,7 @@ def _steps(inputs: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
     return out.unflatten(0, (rows, steps)), after
 
 
-def _refuse_chunked(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps) -> str | None:
+def _refuse_chunked(q, k, v, decay, beta, state, rows, *, keep_steps) -> str | None:
     if keep_steps:
         return "keeps no steps"
     if decay.ndim == k.ndim:
@@ -98,28 +98,28 @@ def _refuse_chunked(q, k, v, decay, beta, state, query_start, *, max_query, unif
 
 
 @fused(gated_delta_rule, "npu_chunk_gated_delta_rule", "npu_chunk_gated_delta_rule", refuse=_refuse_chunked)
-def _chunked(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps):
-    rows, tokens = query_start.shape[0] - 1, q.shape[0]
+def _chunked(q, k, v, decay, beta, state, rows, *, keep_steps):
+    count, tokens = rows.count, q.shape[0]
     inputs = (q, k, v, decay.float(), beta.to(q.dtype))
-    if uniform:
-        lengths, place = query_start.diff().int(), None
-        before = state[:rows] if state is not None else None
+    if rows.uniform:
+        lengths, place = rows.new.int(), None
+        before = state[:count] if state is not None else None
     else:
-        lengths, place = _spaced(query_start, tokens)
-        inputs = tuple(x.new_zeros(tokens + rows + 1, *x.shape[1:]).index_copy(0, place, x) for x in inputs)
+        lengths, place = _spaced(rows, tokens)
+        inputs = tuple(x.new_zeros(tokens + count + 1, *x.shape[1:]).index_copy(0, place, x) for x in inputs)
         before = state
     out, after = _run_chunked(inputs, before, lengths)
     if place is not None:
-        live = row_of_token(query_start, tokens) < rows
+        live = rows.of_tokens(tokens) < count
         out = torch.where(live[:, None, None], out[place], 0)
-    return out, None if state is None else torch.cat((after[:rows], state[rows:])), None
+    return out, None if state is None else torch.cat((after[:count], state[count:])), None
 
 
-def _spaced(query_start: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+def _spaced(rows: Rows, tokens: int) -> tuple[Tensor, Tensor]:
     """Each row's length with one more token behind it, padding being one more row, and the place of each token."""
-    ends = torch.nn.functional.pad(query_start[1:], (0, 1), value=tokens)
-    lengths = ends.diff(prepend=query_start[:1]) + 1
-    return lengths.int(), torch.arange(tokens, device=query_start.device) + row_of_token(query_start, tokens)
+    ends = torch.nn.functional.pad(rows.query_start[1:], (0, 1), value=tokens)
+    lengths = ends.diff(prepend=rows.query_start[:1]) + 1
+    return lengths.int(), torch.arange(tokens, device=ends.device) + rows.of_tokens(tokens)
 
 
 def _run_chunked(inputs: tuple[Tensor, ...], before: Tensor | None, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,4 +128,4 @@ def _run_chunked(inputs: tuple[Tensor, ...], before: Tensor | None, lengths: Ten
         before = q.new_zeros(lengths.shape[0], v.shape[1], v.shape[2], k.shape[2])
     return npu.npu_chunk_gated_delta_rule(
         q, k, v, beta=beta, initial_state=before.contiguous(), actual_seq_lengths=lengths, scale=1.0, g=decay
-    )  # fmt: skip
+    )

@@ -14,7 +14,7 @@ TAPS = 3
 short_conv.without(("ascend910b", "ascend910_93"), "torch_npu has no short convolution for Ascend 910")
 
 
-def _refuse(x, weight, window, query_start, *, max_query, uniform, keep_steps, dilation=1) -> str | None:
+def _refuse(x, weight, window, rows, *, keep_steps, dilation=1) -> str | None:
     if weight.shape[1] != TAPS:
         return f"takes {TAPS} taps; this weight has {weight.shape[1]}"
     if dilation != 1:
@@ -23,7 +23,7 @@ def _refuse(x, weight, window, query_start, *, max_query, uniform, keep_steps, d
         return "continues a window; this call has none"
     if keep_steps:
         return "keeps no steps"
-    if not uniform:
+    if not rows.uniform:
         return "takes rows of one length without padding; this batch is ragged or padded"
     if x.shape[1] % 128:
         return f"takes channels in multiples of 128; this call has {x.shape[1]}"
@@ -31,10 +31,10 @@ def _refuse(x, weight, window, query_start, *, max_query, uniform, keep_steps, d
 
 
 @fused(short_conv, "npu_fused_causal_conv1d", "npu_fused_causal_conv1d", refuse=_refuse)
-def _three_taps(x, weight, window, query_start, *, max_query, uniform, keep_steps, dilation=1):
+def _three_taps(x, weight, window, rows, *, keep_steps, dilation=1):
     # The operator writes the windows it is given, and has no activation of its own.
     after = window.clone(memory_format=torch.contiguous_format)
-    slots = torch.arange(query_start.shape[0] - 1, dtype=torch.int32, device=x.device)
-    starts = {"query_start_loc": query_start.int(), "cache_indices": slots}
+    slots = torch.arange(rows.count, dtype=torch.int32, device=x.device)
+    starts = {"query_start_loc": rows.query_start.int(), "cache_indices": slots}
     y = npu.npu_fused_causal_conv1d(x.contiguous(), weight.T.contiguous(), after, **starts)
     return F.silu(y), after, None

@@ -37,7 +37,7 @@ GATHERED = 64
 """Tokens whose selected keys and values are gathered at a time: with 2051 keys of 2 x 256 channels 270 MB each time."""
 
 
-def _refuse_index(q, index_pages, page_table, lengths, query_start, *, max_query, uniform, ratio, top_k) -> str | None:
+def _refuse_index(q, index_pages, rows, *, ratio, top_k) -> str | None:
     heads, index_dim, page_blocks = q.shape[1], q.shape[2], index_pages.shape[1]
     if index_dim != INDEX_DIM:
         return f"takes an index_dim of {INDEX_DIM}; this call has {index_dim}"
@@ -52,8 +52,8 @@ def _refuse_index(q, index_pages, page_table, lengths, query_start, *, max_query
 
 
 @fused(index_scores_topk, INDEXER, INDEXER, refuse=_refuse_index)
-def _indexed(q, index_pages, page_table, lengths, query_start, *, max_query, uniform, ratio, top_k):
-    row, visible = visible_tokens(lengths, query_start, q.shape[0])
+def _indexed(q, index_pages, rows, *, ratio, top_k):
+    row, visible = visible_tokens(rows, q.shape[0])
     blocks = (visible // ratio).int()
     found, _ = npu.npu_lightning_indexer(
         q[:, None].contiguous(),
@@ -61,7 +61,7 @@ def _indexed(q, index_pages, page_table, lengths, query_start, *, max_query, uni
         q.new_ones(q.shape[0], 1, q.shape[1]),
         # No length of zero is documented: a token without blocks looks at one slot, and what it finds is dropped.
         actual_seq_lengths_key=blocks.clamp(min=1),
-        block_table=page_table[row].int().contiguous(),
+        block_table=rows.page_table[row].int().contiguous(),
         layout_query="BSND",
         layout_key="PA_BSND",
         sparse_count=top_k,
@@ -70,16 +70,16 @@ def _indexed(q, index_pages, page_table, lengths, query_start, *, max_query, uni
     return torch.where(torch.arange(top_k, device=q.device) < blocks[:, None], found[:, 0, 0], -1)
 
 
-def _refuse_gathered(q, k_pages, v_pages, selected, page_table, lengths, query_start, *, scale) -> str | None:
+def _refuse_gathered(q, k_pages, v_pages, selected, rows, *, scale) -> str | None:
     wrong = wrong_dtype(HALVES, q=q, k_pages=k_pages, v_pages=v_pages)
     return wrong or wrong_heads(q, k_pages, v_pages) or empty(q=q, selected=selected)
 
 
 @fused(sparse_attention, "npu_gather_fia", ATTENTION, refuse=_refuse_gathered)
-def _gathered(q, k_pages, v_pages, selected, page_table, lengths, query_start, *, scale):
-    row, visible = visible_tokens(lengths, query_start, q.shape[0])
+def _gathered(q, k_pages, v_pages, selected, rows, *, scale):
+    row, visible = visible_tokens(rows, q.shape[0])
     chosen = torch.where(visible[:, None] > 0, selected, -1)
-    parts = zip(q.split(GATHERED), chosen.split(GATHERED), page_table[row].split(GATHERED), strict=True)
+    parts = zip(q.split(GATHERED), chosen.split(GATHERED), rows.page_table[row].split(GATHERED), strict=True)
     return torch.cat([_over_gathered(some, k_pages, v_pages, places, pages, scale) for some, places, pages in parts])
 
 

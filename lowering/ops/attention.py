@@ -12,9 +12,8 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..host import HostLengths
 from ..op import op
-from .ragged import in_row, to_flat, to_rectangle
+from ..rows import Rows
 from .widen import wide
 
 
@@ -23,18 +22,16 @@ def attention(
     q: Float[Tensor, "tokens heads head_dim"],
     k: Float[Tensor, "tokens kv_heads head_dim"],
     v: Float[Tensor, "tokens kv_heads v_dim"],
-    query_start: Int[Tensor, " ends"],
+    rows: Rows,
     *,
-    max_query: int,
-    uniform: bool,
     scale: float,
     window: int | None = None,
 ) -> Float[Tensor, "tokens heads v_dim"]:
     """Each token sees itself and the earlier tokens of its row in this batch; padding tokens get zeros."""
-    q3, k3, v3 = (to_rectangle(x, query_start, max_query, uniform) for x in (q, k, v))
-    at = torch.arange(max_query, device=q.device)
-    visible = in_row(query_start, max_query)[:, None, :] & seen(at[:, None], at, window)
-    return to_flat(attend(q3, k3, v3, visible, scale), query_start, q.shape[0], uniform)
+    q3, k3, v3 = map(rows.rectangle, (q, k, v))
+    at = torch.arange(rows.max_query, device=q.device)
+    visible = rows.inside[:, None, :] & seen(at[:, None], at, window)
+    return rows.flat(attend(q3, k3, v3, visible, scale), q.shape[0])
 
 
 @op
@@ -60,23 +57,19 @@ def paged_attention(
     q: Float[Tensor, "tokens heads head_dim"],
     k_pages: Float[Tensor, "pages page_size kv_heads head_dim"],
     v_pages: Float[Tensor, "pages page_size kv_heads v_dim"],
-    page_table: Int[Tensor, "rows max_pages"],
-    lengths: Int[Tensor, " rows"],
-    query_start: Int[Tensor, " ends"],
-    host: HostLengths,
+    rows: Rows,
     *,
-    max_query: int,
-    uniform: bool,
     scale: float,
     window: int | None = None,
 ) -> Float[Tensor, "tokens heads v_dim"]:
-    """Attention of each row's newest tokens over all its `lengths` tokens, which already lie in its pages.
+    """Attention of each row's newest tokens over all its tokens, which already lie in its pages.
 
-    `lengths` counts the new tokens. Slots at or past a row's length may hold anything, NaN included. Padding tokens
-    get zeros. The reference gathers every page of every row.
+    Slots at or past a row's length may hold anything, NaN included. Padding tokens get zeros. The reference gathers
+    every page of every row.
     """
-    at = torch.arange(page_table.shape[1] * k_pages.shape[1], device=q.device).expand(page_table.shape[0], -1)
-    return attend_pages(q, k_pages, v_pages, page_table, at, lengths, query_start, max_query, uniform, scale, window)
+    _, table = rows.paged
+    at = torch.arange(table.shape[1] * k_pages.shape[1], device=q.device).expand(rows.count, -1)
+    return attend_pages(q, k_pages, v_pages, rows, table, at, scale, window)
 
 
 @op
@@ -84,23 +77,21 @@ def block_attention(
     q: Float[Tensor, "tokens heads head_dim"],
     k_pages: Float[Tensor, "pages page_size kv_heads head_dim"],
     v_pages: Float[Tensor, "pages page_size kv_heads v_dim"],
-    page_table: Int[Tensor, "rows max_pages"],
-    lengths: Int[Tensor, " rows"],
-    host: HostLengths,
+    rows: Rows,
     *,
-    block: int,
     scale: float,
     window: int | None = None,
 ) -> Float[Tensor, "tokens heads v_dim"]:
-    """Attention of each row's newest `block` tokens over all its `lengths` tokens, to both sides (DFlash, DSpark).
+    """Attention of each row's block of newest tokens over all its tokens, to both sides (DFlash, DSpark).
 
-    `lengths` counts the block, whose tokens see each other and all before them; with a `window`, those at most
-    `window` - 1 places away on either side. Slots at or past a row's length may hold anything, NaN included. The
-    reference gathers every page of every row.
+    Rows are uniform: a block has `max_query` tokens, which see each other and all before them; with a `window`, those
+    at most `window` - 1 places away on either side. Slots at or past a row's length may hold anything, NaN included.
+    The reference gathers every page of every row.
     """
-    at = torch.arange(page_table.shape[1] * k_pages.shape[1], device=q.device)
+    (lengths, table), block = rows.paged, rows.max_query
+    at = torch.arange(table.shape[1] * k_pages.shape[1], device=q.device)
     held = at < lengths[:, None]
-    k3, v3 = (_gathered(pool, page_table, held, q.dtype) for pool in (k_pages, v_pages))
+    k3, v3 = (_gathered(pool, table, held, q.dtype) for pool in (k_pages, v_pages))
     visible = held[:, None].expand(-1, block, -1)
     if window is not None:
         query_at = (lengths - block)[:, None] + torch.arange(block, device=q.device)
@@ -119,17 +110,14 @@ def _gathered(pool: Tensor, pages: Tensor, held: Tensor, dtype: torch.dtype) -> 
 
 
 def attend_pages(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, pages: Tensor, at: Tensor, lengths: Tensor, query_start: Tensor,
-    max_query: int, uniform: bool, scale: float, window: int | None,
-) -> Tensor:  # fmt: skip
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, rows: Rows, pages: Tensor, at: Tensor, scale: float, window: int | None
+) -> Tensor:
     """`paged_attention` of keys that lie in `pages` [rows pages], at the places `at` [rows keys] of their rows."""
-    q3 = to_rectangle(q, query_start, max_query, uniform)
-    held = at < lengths[:, None]
+    q3 = rows.rectangle(q)
+    held = at < rows.paged[0][:, None]
     k3, v3 = (_gathered(pool, pages, held, q.dtype) for pool in (k_pages, v_pages))
-    first = lengths - query_start.diff()
-    query_at = first[:, None] + torch.arange(max_query, device=q.device)
-    visible = held[:, None] & seen(query_at[..., None], at[:, None], window)
-    return to_flat(attend(q3, k3, v3, visible, scale), query_start, q.shape[0], uniform)
+    visible = held[:, None] & seen(rows.places[..., None], at[:, None], window)
+    return rows.flat(attend(q3, k3, v3, visible, scale), q.shape[0])
 
 
 def pages_of_window(window: int, max_query: int, page_size: int) -> int:
@@ -137,18 +125,17 @@ def pages_of_window(window: int, max_query: int, page_size: int) -> int:
     return -(-(window + max_query - 2) // page_size) + 1
 
 
-def window_pages(
-    page_table: Tensor, lengths: Tensor, query_start: Tensor, page_size: int, max_query: int, window: int
-) -> tuple[Tensor, Tensor]:
+def window_pages(rows: Rows, page_size: int, window: int) -> tuple[Tensor, Tensor]:
     """The pages that hold what a row's newest queries see [rows pages], and the places of their slots [rows slots].
 
     Past the end of the table stands its last page, whose slots then have places that no row holds.
     """
-    first = (lengths - query_start.diff() - window + 1).clamp(min=0) // page_size
-    count = min(pages_of_window(window, max_query, page_size), page_table.shape[1])
-    page = first[:, None] + torch.arange(count, device=page_table.device)
-    places = (page[..., None] * page_size + torch.arange(page_size, device=page_table.device)).flatten(1)
-    return page_table.gather(1, page.clamp(max=page_table.shape[1] - 1).long()), places
+    _, table = rows.paged
+    first = (rows.past - window + 1).clamp(min=0) // page_size
+    count = min(pages_of_window(window, rows.max_query, page_size), table.shape[1])
+    page = first[:, None] + torch.arange(count, device=table.device)
+    places = (page[..., None] * page_size + torch.arange(page_size, device=table.device)).flatten(1)
+    return table.gather(1, page.clamp(max=table.shape[1] - 1).long()), places
 
 
 def seen(query_at: Tensor, key_at: Tensor, window: int | None) -> Tensor:

@@ -10,8 +10,6 @@ Delta Attention (arXiv 2510.26692).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -20,7 +18,7 @@ from torch import Tensor
 from params.tree import tree
 
 from ..op import op
-from .ragged import to_flat, to_rectangle
+from ..rows import Rows
 from .widen import wide, wide_dtype
 
 
@@ -98,8 +96,8 @@ class DeltaInputs:
         decay, beta = (torch.where(taken, x, 0).flatten(0, 1) for x in (self.decay, self.beta))
         keys, values = (torch.where(taken[..., None], x, 0).flatten(0, 1) for x in (self.keys, self.values))
         start = torch.arange(0, (rows + 1) * steps, steps, dtype=torch.int32, device=accepted.device)
-        hints: dict[str, Any] = {"max_query": steps, "uniform": True, "keep_steps": False}
-        _, after, _ = gated_delta_rule(keys, keys, values, decay, beta, self.before, start, **hints)
+        again = Rows(start, max_query=steps, uniform=True)
+        _, after, _ = gated_delta_rule(keys, keys, values, decay, beta, self.before, again, keep_steps=False)
         return after
 
 
@@ -138,10 +136,8 @@ def gated_delta_rule(
     decay: Float[Tensor, "tokens v_heads"] | Float[Tensor, "tokens v_heads k_dim"],
     beta: Float[Tensor, "tokens v_heads"],
     state: Float[Tensor, "slots v_heads v_dim k_dim"] | None,
-    query_start: Int[Tensor, " ends"],
+    rows: Rows,
     *,
-    max_query: int,
-    uniform: bool,
     keep_steps: bool,
 ) -> tuple[
     Float[Tensor, "tokens v_heads v_dim"],
@@ -155,22 +151,21 @@ def gated_delta_rule(
     where any argument is, and stored in its own dtype.
     """
     dtype = wide_dtype(q, k, v, decay, beta, state)
-    rows_of = (to_rectangle(x.to(dtype), query_start, max_query, uniform) for x in (q, k, v, decay, beta))
-    q3, k3, v3, g, b = rows_of
+    q3, k3, v3, g, b = (rows.rectangle(x.to(dtype)) for x in (q, k, v, decay, beta))
     shared = v.shape[1] // k.shape[1]
     q3, k3 = q3.repeat_interleave(shared, 2), k3.repeat_interleave(shared, 2)
-    rows, left = q3.shape[0], of_channels(g, k3).exp()
-    before = q3.new_zeros(rows, v.shape[1], v.shape[2], k.shape[2]) if state is None else state[:rows].to(dtype)
+    count, left = q3.shape[0], of_channels(g, k3).exp()
+    before = q3.new_zeros(count, v.shape[1], v.shape[2], k.shape[2]) if state is None else state[:count].to(dtype)
     outputs, updates, now = [], [], before
-    for step in range(max_query):
+    for step in range(rows.max_query):
         now = now * left[:, step, :, None]
         update = b[:, step, :, None] * (v3[:, step] - torch.einsum("rhvk,rhk->rhv", now, k3[:, step]))
         now = now + update[..., None] * k3[:, step, :, None]
         outputs.append(torch.einsum("rhvk,rhk->rhv", now, q3[:, step]))
         updates.append(update)
-    out = to_flat(torch.stack(outputs, 1), query_start, q.shape[0], uniform).to(v.dtype)
+    out = rows.flat(torch.stack(outputs, 1), q.shape[0]).to(v.dtype)
     if state is None:
         return out, None, None
     if keep_steps:
         return out, state, DeltaTrail(state, k3, torch.stack(updates, 1), g)
-    return out, torch.cat((now.to(state.dtype), state[rows:])), None
+    return out, torch.cat((now.to(state.dtype), state[count:])), None

@@ -16,62 +16,99 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from params.quant.values import QuantizedWeight
+from params.tree import tree
 
-from ..host import HostLengths
 from ..layouts import NdPages, NzPages
 from ..op import op
+from ..rows import Rows
 from ..weights import PreparedWeight, plain
 from .norm import rms_norm
-from .ragged import in_row, to_flat, to_rectangle
 from .rotary import rotary_interleaved
 from .widen import wide_dtype
 
 
+@tree
+class LatentQueries:
+    """The two parts of every head's query; `rope` is None for attention without rope."""
+
+    nope: Float[Tensor, "tokens heads nope_dim"]
+    rope: Float[Tensor, "tokens heads rope_dim"] | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where they lie."""
+        return self.nope.device
+
+    def static_key(self) -> tuple[object, ...]:
+        """What a choice of kernel may depend on."""
+        return _shapes(self.nope, self.rope)
+
+
+@tree
+class Latents:
+    """What tokens leave: latents, and rope keys that all heads share or None, in one order of channels, any."""
+
+    latent: Float[Tensor, "tokens latent_dim"]
+    rope: Float[Tensor, "tokens rope_dim"] | None
+
+    def static_key(self) -> tuple[object, ...]:
+        """What a choice of kernel may depend on."""
+        return _shapes(self.latent, self.rope)
+
+
+@tree
+class LatentPools:
+    """The pages of latents, and those of rope keys or None."""
+
+    latent: NdPages | NzPages
+    rope: NdPages | NzPages | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages lie."""
+        return self.latent.device
+
+    def static_key(self) -> tuple[object, ...]:
+        """What a choice of kernel may depend on."""
+        return self.latent.static_key(), self.rope and self.rope.static_key()
+
+
+def _shapes(*tensors: Tensor | None) -> tuple[object, ...]:
+    return tuple(None if x is None else (x.shape, x.dtype) for x in tensors)
+
+
 @op
 def mla_prefix_attention(
-    q_nope: Float[Tensor, "tokens heads nope_dim"],
-    q_rope: Float[Tensor, "tokens heads rope_dim"] | None,
-    latent: Float[Tensor, "tokens latent_dim"],
-    rope: Float[Tensor, "tokens rope_dim"] | None,
-    latent_pages: NdPages | NzPages,
-    rope_pages: NdPages | NzPages | None,
+    q: LatentQueries,
+    new: Latents,
+    pages: LatentPools,
     up: Float[Tensor, "up_rows latent_dim"] | QuantizedWeight | PreparedWeight,
-    page_table: Int[Tensor, "rows max_pages"],
-    lengths: Int[Tensor, " rows"],
-    query_start: Int[Tensor, " ends"],
-    host: HostLengths,
+    rows: Rows,
     *,
-    max_query: int,
-    uniform: bool,
     scale: float,
     v_dim: int,
 ) -> Float[Tensor, "tokens heads v_dim"]:
-    """Attention of each row's newest tokens over all its `lengths` tokens: decode, verify, prefill and prefix prefill.
+    """Attention of each row's newest tokens over all its tokens: decode, verify, prefill and prefix prefill.
 
-    `lengths` counts the new tokens. Their latents lie in the pages already and are handed over as well, so that a
-    kernel reads them where it likes. A quantised `up` stands for the float weight: nothing else is quantised. Slots at
-    or past a row's length may hold anything, NaN included. Padding tokens get zeros; rows without new tokens, or
-    without a prefix, are inert. Channels of `q_rope`, `rope` and `rope_pages` are in one order, any; all three are None
-    for attention without rope. The reference gathers every page of every row and expands all of it.
+    The `new` tokens' latents lie in the pages already and are handed over as well, so that a kernel reads them where it
+    likes. A quantised `up` stands for the float weight: nothing else is quantised. Slots at or past a row's length may
+    hold anything, NaN included. Padding tokens get zeros; rows without new tokens, or without a prefix, are inert. The
+    rope of queries, new tokens and pages is in one order of channels; all three are None for attention without rope.
+    The reference gathers every page of every row and expands all of it.
     """
-    dtype = wide_dtype(q_nope)
-    at = torch.arange(page_table.shape[1] * latent_pages.page_size, device=q_nope.device)
+    dtype, (lengths, table) = wide_dtype(q.nope), rows.paged
+    at = torch.arange(table.shape[1] * pages.latent.page_size, device=q.device)
     held = (at < lengths[:, None])[..., None]
-    k, v = expanded(torch.where(held, latent_pages.gather(page_table), 0), up, q_nope.shape[1], v_dim, dtype)
-    q3 = to_rectangle(q_nope, query_start, max_query, uniform).to(dtype)
-    scores = torch.einsum("rqhd,rkhd->rhqk", q3, k)
-    if q_rope is not None and rope_pages is not None:
-        shared = torch.where(held, rope_pages.gather(page_table), 0).to(dtype)
-        turned = to_rectangle(q_rope, query_start, max_query, uniform).to(dtype)
-        scores = scores + torch.einsum("rqhd,rkd->rhqk", turned, shared)
-    first = lengths - query_start.diff()
-    query_at = first[:, None] + torch.arange(max_query, device=q_nope.device)
-    visible = (in_row(query_start, max_query)[..., None] & held.mT & (at <= query_at[..., None]))[:, None]
+    k, v = expanded(torch.where(held, pages.latent.gather(table), 0), up, q.nope.shape[1], v_dim, dtype)
+    scores = torch.einsum("rqhd,rkhd->rhqk", rows.rectangle(q.nope).to(dtype), k)
+    if q.rope is not None and pages.rope is not None:
+        shared = torch.where(held, pages.rope.gather(table), 0).to(dtype)
+        scores = scores + torch.einsum("rqhd,rkd->rhqk", rows.rectangle(q.rope).to(dtype), shared)
+    visible = (rows.inside[..., None] & held.mT & (at <= rows.places[..., None]))[:, None]
     scores = (scores * scale).masked_fill(~visible, -torch.inf)
     # A cell behind a row's tokens sees nothing; its weights are zeros, not NaN.
     weights = torch.where(visible, scores.softmax(-1), 0)
-    y = torch.einsum("rhqk,rkhd->rqhd", weights, v).to(q_nope.dtype)
-    return to_flat(y, query_start, q_nope.shape[0], uniform)
+    return rows.flat(torch.einsum("rhqk,rkhd->rqhd", weights, v).to(q.nope.dtype), q.nope.shape[0])
 
 
 def dequantized_once(up: Tensor | QuantizedWeight) -> Tensor | None:
@@ -99,27 +136,20 @@ def expanded(
 
 
 @op
-def write_latents(
-    latent_pages: NdPages | NzPages,
-    rope_pages: NdPages | NzPages | None,
-    latent: Float[Tensor, "tokens latent_dim"],
-    rope: Float[Tensor, "tokens rope_dim"] | None,
-    slots: Int[Tensor, " tokens"],
-) -> tuple[NdPages | NzPages, NdPages | NzPages | None]:
+def write_latents(pages: LatentPools, new: Latents, slots: Int[Tensor, " tokens"]) -> LatentPools:
     """Store each token's latent and rope key at its slot (page * page_size + offset), in place.
 
     The pages are the caller's own: slots are past every held length, so no older state can see the write.
     """
-    latent_pages.write(latent, slots)
-    if rope is not None and rope_pages is not None:
-        rope_pages.write(rope, slots)
-    return latent_pages, rope_pages
+    pages.latent.write(new.latent, slots)
+    if new.rope is not None and pages.rope is not None:
+        pages.rope.write(new.rope, slots)
+    return pages
 
 
 @op(contains=("rms_norm", "rotary_interleaved", "write_latents"))
 def latent_norm_rope_write(
-    latent_pages: NdPages | NzPages,
-    rope_pages: NdPages | NzPages | None,
+    pages: LatentPools,
     kv: Float[Tensor, "tokens latent_and_rope"],
     weight: Float[Tensor, " latent_dim"],
     cos: Float[Tensor, "tokens half"] | None,
@@ -127,12 +157,7 @@ def latent_norm_rope_write(
     slots: Int[Tensor, " tokens"],
     *,
     eps: float,
-) -> tuple[
-    NdPages | NzPages,
-    NdPages | NzPages | None,
-    Float[Tensor, "tokens latent_dim"],
-    Float[Tensor, "tokens rope_dim"] | None,
-]:
+) -> tuple[LatentPools, Latents]:
     """The pages with what `kv` leaves of each token at its slot, written in place; and the latents and rope keys.
 
     `kv` rows are a latent, which is normalised (`rms_norm`), then a rope key, which is turned (`rotary_interleaved`,
@@ -143,5 +168,5 @@ def latent_norm_rope_write(
     latent = rms_norm.body(latent, weight, eps=eps)
     if cos is not None and sin is not None:
         rope = rotary_interleaved.body(rope[:, None], cos, sin)[:, 0]
-    rope = None if rope_pages is None else rope
-    return *write_latents.body(latent_pages, rope_pages, latent, rope, slots), latent, rope
+    new = Latents(latent, None if pages.rope is None else rope)
+    return write_latents.body(pages, new, slots), new

@@ -17,7 +17,7 @@ from params import MappedRows
 from params.tree import tree
 
 from ..op import op
-from .ragged import to_flat, to_rectangle
+from ..rows import Rows
 from .short_conv import window_after, with_scratch
 from .widen import wide
 
@@ -41,14 +41,12 @@ def ngram_rows(
     tokens: Int[Tensor, " tokens"],
     context: Int[Tensor, "slots past"] | None,
     positions: Int[Tensor, " tokens"],
-    query_start: Int[Tensor, " ends"],
+    rows: Rows,
     *,
     multipliers: tuple[int, ...],
     sizes: tuple[int, ...],
     offsets: tuple[int, ...],
     end: int,
-    max_query: int,
-    uniform: bool,
     keep_steps: bool,
 ) -> tuple[Int[Tensor, "tokens ngrams"], Int[Tensor, "slots past"] | None, ContextTrail | None]:
     """Rows of the table that each token reads, one a head; orders one after the other, heads of an order together.
@@ -59,21 +57,21 @@ def ngram_rows(
     the rows of some token.
     """
     past = len(multipliers) - 1
-    new = to_rectangle(tokens, query_start, max_query, uniform).long()
+    new = rows.rectangle(tokens).long()
     before = new.new_zeros(new.shape[0], past) if context is None else context[: new.shape[0]]
     history = torch.cat((before, new), 1)
-    mixes = _mixes(history, to_rectangle(positions, query_start, max_query, uniform), multipliers, end)
+    mixes = _mixes(history, rows.rectangle(positions), multipliers, end)
     each = len(sizes) // past
     heads = [
         mixes[head // each].remainder(size) + at for head, (size, at) in enumerate(zip(sizes, offsets, strict=True))
     ]
-    rows = to_flat(torch.stack(heads, -1), query_start, tokens.shape[0], uniform)
+    found = rows.flat(torch.stack(heads, -1), tokens.shape[0])
     if context is None:
-        return rows, None, None
+        return found, None, None
     history = with_scratch(history)
     if keep_steps:
-        return rows, context, ContextTrail(history)
-    return rows, ContextTrail(history).at(query_start.diff(), past), None
+        return found, context, ContextTrail(history)
+    return found, ContextTrail(history).at(rows.new, past), None
 
 
 def _mixes(history: Tensor, places: Tensor, multipliers: tuple[int, ...], end: int) -> list[Tensor]:

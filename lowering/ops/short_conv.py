@@ -10,7 +10,7 @@ from torch import Tensor
 from params.tree import tree
 
 from ..op import op
-from .ragged import to_flat, to_rectangle
+from ..rows import Rows
 from .widen import wide
 
 
@@ -30,10 +30,8 @@ def short_conv(
     x: Float[Tensor, "tokens channels"],
     weight: Float[Tensor, "channels width"],
     window: Float[Tensor, "slots past channels"] | None,
-    query_start: Int[Tensor, " ends"],
+    rows: Rows,
     *,
-    max_query: int,
-    uniform: bool,
     keep_steps: bool,
     dilation: int = 1,
 ) -> tuple[Float[Tensor, "tokens channels"], Float[Tensor, "slots past channels"] | None, WindowTrail | None]:
@@ -43,19 +41,19 @@ def short_conv(
     window after each row's last token, and with `keep_steps` the old window and a trail instead. `window=None` starts
     from zeros and keeps nothing.
     """
-    new = to_rectangle(x, query_start, max_query, uniform)
-    rows, past = new.shape[0], (weight.shape[1] - 1) * dilation
-    before = new.new_zeros(rows, past, x.shape[1]) if window is None else window[:rows].to(x.dtype)
+    new = rows.rectangle(x)
+    count, past = new.shape[0], (weight.shape[1] - 1) * dilation
+    before = new.new_zeros(count, past, x.shape[1]) if window is None else window[:count].to(x.dtype)
     inputs = torch.cat((before, new), 1)
     taps = wide(weight).T.contiguous()
-    seen = [wide(inputs[:, tap * dilation : tap * dilation + max_query]) for tap in range(weight.shape[1])]
+    seen = [wide(inputs[:, tap * dilation : tap * dilation + rows.max_query]) for tap in range(weight.shape[1])]
     y = torch.stack([x * tap for x, tap in zip(seen, taps, strict=True)]).sum(0)
-    y = to_flat(F.silu(y).to(x.dtype), query_start, x.shape[0], uniform)
+    y = rows.flat(F.silu(y).to(x.dtype), x.shape[0])
     if window is None:
         return y, None, None
     if keep_steps:
         return y, window, WindowTrail(with_scratch(inputs))
-    return y, window_after(with_scratch(inputs), query_start.diff(), past).to(window.dtype), None
+    return y, window_after(with_scratch(inputs), rows.new, past).to(window.dtype), None
 
 
 def with_scratch(x: Tensor) -> Tensor:

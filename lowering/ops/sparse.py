@@ -15,11 +15,11 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..host import HostLengths, tracing
+from ..host import tracing
 from ..op import op
+from ..rows import Rows
 from ..weights import PreparedWeight
 from .norm import gemma_rms_norm
-from .ragged import row_of_token, to_flat, to_rectangle
 from .rotary import rotary, rotary_angles
 from .widen import wide
 
@@ -51,9 +51,7 @@ def index_keys(
     raw: Float[Tensor, "tokens index_dim"],
     weight: Float[Tensor, " index_dim"] | PreparedWeight,
     slots: Int[Tensor, " tokens"],
-    page_table: Int[Tensor, "rows max_pages"],
-    lengths: Int[Tensor, " rows"],
-    query_start: Int[Tensor, " ends"],
+    rows: Rows,
     *,
     eps: float,
     rotary_dim: int,
@@ -61,13 +59,13 @@ def index_keys(
 ) -> tuple[Float[Tensor, "pages page_size index_dim"], Float[Tensor, "pages page_blocks index_dim"]]:
     """Store the new tokens' raw keys at their slots, then `pool_keys` of every block they complete, both in place.
 
-    `lengths` counts the new tokens. A block is pooled from the raw keys in its page, whichever forward wrote them, so
+    A block is pooled from the raw keys in its page, whichever forward wrote them, so
     dropping tokens and going on from any length needs no other state. Its position is its place in the row.
     """
     ratio = block_tokens(raw_pages, index_pages)
     # A view or an error: on a copy the write would be lost.
     raw_pages.view(-1, raw_pages.shape[2]).index_copy_(0, slots, raw.to(raw_pages.dtype))
-    block_slots, blocks = completed_blocks(page_table, lengths, query_start, raw.shape[0], index_pages.shape[1], ratio)
+    block_slots, blocks = completed_blocks(rows, raw.shape[0], index_pages.shape[1], ratio)
     members = raw_pages.view(-1, ratio, raw_pages.shape[2])[block_slots]
     keys = pool_keys.body(members, blocks * ratio, weight, eps=eps, rotary_dim=rotary_dim, theta=theta)
     index_pages.view(-1, index_pages.shape[2]).index_copy_(0, block_slots, keys.to(index_pages.dtype))
@@ -85,22 +83,19 @@ def block_tokens(raw_pages: Tensor, index_pages: Tensor) -> int:
     return ratio
 
 
-def completed_blocks(
-    page_table: Tensor, lengths: Tensor, query_start: Tensor, tokens: int, page_blocks: int, ratio: int
-) -> tuple[Tensor, Tensor]:
+def completed_blocks(rows: Rows, tokens: int, page_blocks: int, ratio: int) -> tuple[Tensor, Tensor]:
     """The blocks that the new tokens complete, as slots in the index pages and as numbers within their rows.
 
     There are tokens // ratio + rows entries, as many as can ever be needed; those left over lie in the scratch page.
     """
-    rows = lengths.shape[0]
-    first = (lengths - query_start.diff()) // ratio
-    ends = (lengths // ratio - first).cumsum(0)
-    entry = torch.arange(tokens // ratio + rows, device=lengths.device)
+    lengths, table = rows.paged
+    ends = (lengths // ratio - rows.past // ratio).cumsum(0)
+    entry = torch.arange(tokens // ratio + rows.count, device=lengths.device)
     row = torch.searchsorted(ends, entry, right=True)
-    live = row < rows
-    row = row.clamp(max=rows - 1)
+    live = row < rows.count
+    row = row.clamp(max=rows.count - 1)
     block = torch.where(live, lengths[row] // ratio - ends[row] + entry, 0)
-    page = page_table[row, block // page_blocks].long()
+    page = table[row, block // page_blocks].long()
     return torch.where(live, page * page_blocks + block % page_blocks, entry % page_blocks), block
 
 
@@ -108,12 +103,8 @@ def completed_blocks(
 def index_scores_topk(
     q: Float[Tensor, "tokens index_heads index_dim"],
     index_pages: Float[Tensor, "pages page_blocks index_dim"],
-    page_table: Int[Tensor, "rows max_pages"],
-    lengths: Int[Tensor, " rows"],
-    query_start: Int[Tensor, " ends"],
+    rows: Rows,
     *,
-    max_query: int,
-    uniform: bool,
     ratio: int,
     top_k: int,
 ) -> Int[Tensor, "tokens top_k"]:
@@ -123,11 +114,11 @@ def index_scores_topk(
     lower block wins. A token at place t of its row sees the blocks below (t + 1) // ratio: none that is unfinished, and
     its own only if it ends it. Keys of other slots may hold anything. Padding tokens see nothing.
     """
-    q3 = wide(to_rectangle(q, query_start, max_query, uniform))
-    keys = wide(index_pages[page_table].flatten(1, 2))
+    q3 = wide(rows.rectangle(q))
+    keys = wide(index_pages[rows.paged[1]].flatten(1, 2))
     scores = torch.einsum("rqhd,rbd->rqhb", q3, keys).relu().sum(2) / q.shape[2] ** 0.5
-    scores = to_flat(scores, query_start, q.shape[0], uniform)
-    _, visible = visible_tokens(lengths, query_start, q.shape[0])
+    scores = rows.flat(scores, q.shape[0])
+    _, visible = visible_tokens(rows, q.shape[0])
     blocks = torch.arange(keys.shape[1], device=q.device)
     seen = blocks < visible[:, None] // ratio
     # A stable sort keeps the lower of equal blocks first.
@@ -137,14 +128,12 @@ def index_scores_topk(
 
 
 @op
-def expand_blocks(
-    blocks: Int[Tensor, "tokens top_k"], lengths: Int[Tensor, " rows"], query_start: Int[Tensor, " ends"], *, ratio: int
-) -> Int[Tensor, "tokens selected"]:
+def expand_blocks(blocks: Int[Tensor, "tokens top_k"], rows: Rows, *, ratio: int) -> Int[Tensor, "tokens selected"]:
     """Places in the row of the tokens selected, int32 [tokens, top_k * ratio + ratio - 1]: valid ones first, then -1.
 
     Of each block all `ratio` tokens, and the tokens of the unfinished block, itself the last. Padding gets -1.
     """
-    _, visible = visible_tokens(lengths, query_start, blocks.shape[0])
+    _, visible = visible_tokens(rows, blocks.shape[0])
     return members(blocks, visible, ratio)
 
 
@@ -165,9 +154,7 @@ def sparse_attention(
     k_pages: Float[Tensor, "pages page_size kv_heads head_dim"],
     v_pages: Float[Tensor, "pages page_size kv_heads v_dim"],
     selected: Int[Tensor, "tokens selected"],
-    page_table: Int[Tensor, "rows max_pages"],
-    lengths: Int[Tensor, " rows"],
-    query_start: Int[Tensor, " ends"],
+    rows: Rows,
     *,
     scale: float,
 ) -> Float[Tensor, "tokens heads v_dim"]:
@@ -176,9 +163,9 @@ def sparse_attention(
     `selected` holds distinct places in the row that the token may see, valid ones first, then -1. Any other slot may
     hold anything, NaN included. A token with nothing selected, as padding has, gets zeros.
     """
-    row, visible = visible_tokens(lengths, query_start, q.shape[0])
+    row, visible = visible_tokens(rows, q.shape[0])
     chosen = torch.where(visible[:, None] > 0, selected, -1)
-    valid, slots = selected_slots(chosen, page_table[row], k_pages.shape[1])
+    valid, slots = selected_slots(chosen, rows.paged[1][row], k_pages.shape[1])
     k, v = (
         torch.where(valid[..., None, None], pages.flatten(0, 1)[slots], 0).to(q.dtype) for pages in (k_pages, v_pages)
     )
@@ -201,30 +188,28 @@ def selected_slots(selected: Tensor, pages: Tensor, page_size: int) -> tuple[Ten
     return valid, torch.where(valid, page * page_size + place % page_size, 0)
 
 
-def visible_tokens(lengths: Tensor, query_start: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+def visible_tokens(rows: Rows, tokens: int) -> tuple[Tensor, Tensor]:
     """Each token's row (padding: the last), and how many tokens of it that token sees, itself included (padding: 0)."""
-    row = row_of_token(query_start, tokens)
-    live = row < lengths.shape[0]
-    row = row.clamp(max=lengths.shape[0] - 1)
-    later = query_start[1:][row] - 1 - torch.arange(tokens, device=lengths.device)
+    row, (lengths, _) = rows.of_tokens(tokens), rows.paged
+    live = row < rows.count
+    row = row.clamp(max=rows.count - 1)
+    later = rows.query_start[1:][row] - 1 - torch.arange(tokens, device=lengths.device)
     return row, torch.where(live, lengths[row] - later, 0)
 
 
-def selects_all(page_table: Tensor, page_size: int, host: HostLengths | None, selected: int) -> bool:
+def selects_all(rows: Rows, page_size: int, selected: int) -> bool:
     """Whether no row can be longer than `selected` = budget + ratio - 1 tokens: every query selects all it sees.
 
     Dense attention is then the same and faster. While tracing only what the shapes say counts.
     """
-    if page_table.shape[1] * page_size <= selected:
+    if rows.paged[1].shape[1] * page_size <= selected:
         return True
-    return host is not None and not tracing() and max(host.length, default=0) <= selected
+    return rows.host is not None and not tracing() and max(rows.host.length, default=0) <= selected
 
 
-def as_pages(x: Tensor, query_start: Int[Tensor, " ends"], max_query: int, uniform: bool, ratio: int) -> Tensor:
+def as_pages(x: Tensor, rows: Rows, ratio: int) -> Tensor:
     """Each row of a batch without a state as one page, [tokens ...] as [rows page_size ...].
 
-    Pages are filled up with zeros to whole blocks of `ratio` tokens. With them go a page table
-    `arange(rows)[:, None]` and lengths `query_start.diff()`.
+    Pages are filled up with zeros to whole blocks of `ratio` tokens. The rows to read them by are `rows.alone()`.
     """
-    rectangle = to_rectangle(x, query_start, max_query, uniform)
-    return F.pad(rectangle, (*(0, 0) * (x.ndim - 1), 0, -max_query % ratio))
+    return F.pad(rows.rectangle(x), (*(0, 0) * (x.ndim - 1), 0, -rows.max_query % ratio))

@@ -23,7 +23,6 @@ from ..ops.attention import (
     seen,
     window_pages,
 )
-from ..ops.ragged import to_flat, to_rectangle
 from ..ops.widen import wide
 from ..target import EVERY
 
@@ -33,22 +32,23 @@ FEW = 8
 """Queries of a row up to which keys and values are read in their own dtype, without a float32 copy of the cache."""
 
 
-def _refuse_symbol(q, k, v, query_start, *, max_query, uniform, scale, window=None) -> str | None:
-    if window is None or not symbolic((max_query,)):
+def _refuse_symbol(q, k, v, rows, *, scale, window=None) -> str | None:
+    if window is None or not symbolic((rows.max_query,)):
         return None
     return "goes over a window's queries block by block, and their number is a symbol here"
 
 
 @attention.kernel("torch_sdpa", targets=EVERY, refuse=_refuse_symbol, batches=False, backward_once=True)
-def _rectangle(q, k, v, query_start, *, max_query, uniform, scale, window=None):
+def _rectangle(q, k, v, rows, *, scale, window=None):
     # A row's missing cells come after its tokens, so the causal mask hides them.
-    q4, k4, v4 = (to_rectangle(x, query_start, max_query, uniform).transpose(1, 2) for x in (q, k, v))
+    q4, k4, v4 = (rows.rectangle(x).transpose(1, 2) for x in (q, k, v))
     shared: dict[str, Any] = {"scale": scale, "enable_gqa": bool(q.shape[1] != k.shape[1])}
-    if window is None or window >= max_query:
+    if window is None or window >= rows.max_query:
         y = F.scaled_dot_product_attention(q4, k4, v4, is_causal=True, **shared)
     else:
-        y = torch.cat([_banded(q4, k4, v4, at, window, shared) for at in range(0, max_query, max(window, BLOCK))], 2)
-    return to_flat(y.transpose(1, 2), query_start, q.shape[0], uniform)
+        starts = range(0, rows.max_query, max(window, BLOCK))
+        y = torch.cat([_banded(q4, k4, v4, at, window, shared) for at in starts], 2)
+    return rows.flat(y.transpose(1, 2), q.shape[0])
 
 
 def _banded(q: Tensor, k: Tensor, v: Tensor, at: int, window: int, shared: dict[str, Any]) -> Tensor:
@@ -61,16 +61,14 @@ def _banded(q: Tensor, k: Tensor, v: Tensor, at: int, window: int, shared: dict[
     )
 
 
-def _refuse_rows(
-    q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale, window=None
-) -> str | None:
-    return None if host.exact else "needs exact row lengths on the host, and only an upper bound is known"
+def _refuse_rows(q, k_pages, v_pages, rows, *, scale, window=None) -> str | None:
+    return rows.inexact
 
 
 @paged_attention.kernel("torch_rows", targets=("cpu",), refuse=_refuse_rows, host_reads=True, backward_once=True)
-def _rows(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale, window=None):
+def _rows(q, k_pages, v_pages, rows, *, scale, window=None):
     out = q.new_zeros(q.shape[0], q.shape[1], v_pages.shape[3])
-    at = 0
+    host, at = rows.host, 0
     for queries, length, pages in zip(host.query, host.length, host.pages, strict=True):
         if queries:
             first = 0 if window is None else max(length - queries - window + 1, 0)
@@ -138,31 +136,30 @@ def _hide(scores: Tensor, window: int | None) -> None:
     scores[..., :before] += scores.new_full((queries, before), -torch.inf).tril(keys - queries - (window or 0))
 
 
-def _refuse_window(
-    q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale, window=None
-) -> str | None:
+def _refuse_window(q, k_pages, v_pages, rows, *, scale, window=None) -> str | None:
     if window is None:
         return "reads the pages of a window; this call has none"
-    if pages_of_window(window, max_query, k_pages.shape[1]) >= page_table.shape[1]:
-        return f"spares pages before a window; one of {window} may take all {page_table.shape[1]} pages of a row"
+    all_pages = rows.paged[1].shape[1]
+    if pages_of_window(window, rows.max_query, k_pages.shape[1]) >= all_pages:
+        return f"spares pages before a window; one of {window} may take all {all_pages} pages of a row"
     return None
 
 
 @paged_attention.kernel("torch_window", targets=EVERY, refuse=_refuse_window)
-def _window(q, k_pages, v_pages, page_table, lengths, query_start, host, *, max_query, uniform, scale, window=None):
+def _window(q, k_pages, v_pages, rows, *, scale, window=None):
     assert window is not None
-    pages, at = window_pages(page_table, lengths, query_start, k_pages.shape[1], max_query, window)
-    return attend_pages(q, k_pages, v_pages, pages, at, lengths, query_start, max_query, uniform, scale, window)
+    pages, at = window_pages(rows, k_pages.shape[1], window)
+    return attend_pages(q, k_pages, v_pages, rows, pages, at, scale, window)
 
 
-def _refuse_block_rows(q, k_pages, v_pages, page_table, lengths, host, *, block, scale, window=None) -> str | None:
-    return None if host.exact else "needs exact row lengths on the host, and only an upper bound is known"
+def _refuse_block_rows(q, k_pages, v_pages, rows, *, scale, window=None) -> str | None:
+    return rows.inexact
 
 
 @block_attention.kernel("torch_rows", targets=("cpu",), refuse=_refuse_block_rows, host_reads=True, backward_once=True)
-def _block_rows(q, k_pages, v_pages, page_table, lengths, host, *, block, scale, window=None):
-    outputs = []
-    for x, length, pages in zip(q.split(block), host.length, host.pages, strict=True):
+def _block_rows(q, k_pages, v_pages, rows, *, scale, window=None):
+    outputs, block = [], rows.max_query
+    for x, length, pages in zip(q.split(block), rows.host.length, rows.host.pages, strict=True):
         first = 0 if window is None else max(length - block - window + 1, 0)
         k4, v4 = (_held(pool, pages, first, length).to(q.dtype).transpose(0, 1)[:, None] for pool in (k_pages, v_pages))
         # Heads that share a key/value head are further queries of it; without a window all see the same keys.

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.delta import DeltaTrail, gated_delta_rule, of_channels
-from ..ops.ragged import to_flat, to_rectangle
 from ..ops.widen import wide_dtype
+from ..rows import Rows
 from ..target import EVERY
 
 CHUNK = 32
@@ -54,16 +54,17 @@ def exp(x: Tensor) -> Tensor:
     return F.threshold(x, math.log(SMALLEST), -torch.inf).exp()
 
 
-def _refuse_step(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps) -> str | None:
+def _refuse_step(q, k, v, decay, beta, state, rows, *, keep_steps) -> str | None:
     if state is None:
         return "continues a state; this call has none"
     if keep_steps:
         return "keeps no steps"
-    return None if max_query == 1 and uniform else f"takes one token in every row; this call has up to {max_query}"
+    one = rows.max_query == 1 and rows.uniform
+    return None if one else f"takes one token in every row; this call has up to {rows.max_query}"
 
 
 @gated_delta_rule.kernel("torch_step", targets=("cpu",), refuse=_refuse_step, eager=True)
-def _step(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps):
+def _step(q, k, v, decay, beta, state, rows, *, keep_steps):
     shared = v.shape[1] // k.shape[1]
     dtype = wide_dtype(q, k, v, decay, beta, state)
     q, k = (x.to(dtype).repeat_interleave(shared, 1) for x in (q, k))
@@ -92,48 +93,47 @@ def too_short(max_query: int, keep_steps: bool) -> str | None:
     return None if max_query >= FEWEST else f"pays from {FEWEST} tokens a row on; this call has at most {max_query}"
 
 
-def _refuse_chunked(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps) -> str | None:
+def _refuse_chunked(q, k, v, decay, beta, state, rows, *, keep_steps) -> str | None:
     if decay.ndim == k.ndim:
         return "takes one decay a head; this call has one a channel"
-    return too_short(max_query, keep_steps)
+    return too_short(rows.max_query, keep_steps)
 
 
 @gated_delta_rule.kernel("torch_chunked", targets=EVERY, refuse=_refuse_chunked)
-def _chunked(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps):
-    return in_chunks(_chunk, (q, k, v, decay, beta), state, query_start, max_query, uniform, keep_steps)
+def _chunked(q, k, v, decay, beta, state, rows, *, keep_steps):
+    return in_chunks(_chunk, (q, k, v, decay, beta), state, rows, keep_steps)
 
 
 def in_chunks(
-    chunk: OfChunk, inputs: tuple[Tensor, ...], state: Tensor | None, query_start: Tensor, max_query: int,
-    uniform: bool, keep_steps: bool,
-) -> tuple[Tensor, Tensor | None, DeltaTrail | None]:  # fmt: skip
+    chunk: OfChunk, inputs: tuple[Tensor, ...], state: Tensor | None, rows: Rows, keep_steps: bool
+) -> tuple[Tensor, Tensor | None, DeltaTrail | None]:
     """What `gated_delta_rule` returns, by `chunk` over some tokens of every row at a time."""
     q, k, v, decay, beta = inputs
-    rectangles = [to_rectangle(x, query_start, max_query, uniform) for x in inputs]
-    rows, _, v_heads, v_dim = rectangles[2].shape
+    rectangles = [rows.rectangle(x) for x in inputs]
+    count, _, v_heads, v_dim = rectangles[2].shape
     shared, k_dim = v_heads // k.shape[1], k.shape[2]
     dtype = wide_dtype(q, k, v, decay, beta, state)
-    now = v.new_zeros(rows * v_heads, v_dim, k_dim, dtype=dtype)
+    now = v.new_zeros(count * v_heads, v_dim, k_dim, dtype=dtype)
     if state is not None:
-        now = state[:rows].to(dtype).flatten(0, 1)
+        now = state[:count].to(dtype).flatten(0, 1)
     outputs, trail = [], None
     for pieces in zip(*(x.split(CHUNK, 1) for x in rectangles), strict=True):
         qs, ks = (_heads_first(x, dtype, shared) for x in pieces[:2])
         vs, gs, bs = (_heads_first(x, dtype) for x in pieces[2:])
         made = chunk(qs, ks, vs, gs, bs, now)
-        outputs.append(_tokens_first(made.out, rows).to(v.dtype))
+        outputs.append(_tokens_first(made.out, count).to(v.dtype))
         if not keep_steps:
             now = made.after()
         elif state is not None:
-            keys, writes = (_tokens_first(x, rows) for x in (ks, made.writes))
+            keys, writes = (_tokens_first(x, count) for x in (ks, made.writes))
             trail = DeltaTrail(state, keys, writes, rectangles[3].to(dtype))
     # Compiled, one tensor put together would keep its strides, which are not those that it has here.
     out = torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
-    out = to_flat(out, query_start, v.shape[0], uniform)
+    out = rows.flat(out, v.shape[0])
     if state is None or keep_steps:
         return out, state, trail
     now = F.hardshrink(now, SMALLEST)
-    return out, torch.cat((now.view(rows, *state.shape[1:]).to(state.dtype), state[rows:])), None
+    return out, torch.cat((now.view(count, *state.shape[1:]).to(state.dtype), state[count:])), None
 
 
 def _tokens_first(x: Tensor, rows: int) -> Tensor:

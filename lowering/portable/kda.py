@@ -19,15 +19,15 @@ from ..target import EVERY
 from .delta import Chunk, exp, in_chunks, too_short
 
 
-def _refuse(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps) -> str | None:
+def _refuse(q, k, v, decay, beta, state, rows, *, keep_steps) -> str | None:
     if decay.ndim < k.ndim:
         return "takes a decay a channel; this call has one a head"
-    return too_short(max_query, keep_steps)
+    return too_short(rows.max_query, keep_steps)
 
 
 @gated_delta_rule.kernel("torch_chunked_channels", targets=EVERY, refuse=_refuse)
-def _chunked(q, k, v, decay, beta, state, query_start, *, max_query, uniform, keep_steps):
-    return in_chunks(_chunk, (q, k, v, decay, beta), state, query_start, max_query, uniform, keep_steps)
+def _chunked(q, k, v, decay, beta, state, rows, *, keep_steps):
+    return in_chunks(_chunk, (q, k, v, decay, beta), state, rows, keep_steps)
 
 
 def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, state: Tensor) -> Chunk:

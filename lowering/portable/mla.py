@@ -16,9 +16,9 @@ from params.quant.values import QuantizedWeight
 
 from ..host import HostLengths, tracing
 from ..layouts import Pages
-from ..ops.mla import ANY_WEIGHT, mla_prefix_attention
-from ..ops.ragged import in_row, to_flat, to_rectangle
+from ..ops.mla import ANY_WEIGHT, LatentPools, mla_prefix_attention
 from ..ops.widen import wide, wide_dtype
+from ..rows import Rows
 from ..target import EVERY
 from ..weights import PreparedWeight, plain
 
@@ -33,10 +33,7 @@ MOST_SCORES = 2**24
 
 
 @mla_prefix_attention.order_by(("cpu",))
-def _order(
-    q_nope, q_rope, latent, rope, latent_pages, rope_pages, up, page_table, lengths, query_start, host, *,
-    max_query, uniform, scale, v_dim,
-) -> tuple[tuple[str, ...], str]:  # fmt: skip
+def _order(q, new, pages, up, rows, *, scale, v_dim) -> tuple[tuple[str, ...], str]:
     """Absorbed for few queries a row, else a row at a time; those of fixed shapes where no length may be read.
 
     Source: float32 on one core of an AMD EPYC, widths of V2-Lite, milliseconds absorbed / a row at a time, for new
@@ -44,7 +41,7 @@ def _order(
     128 on 768 13.0 / 13.9; 160 on 768 17.2 / 15.8; 200 on 2048 46 / 42; 100 on none 2.6 / 1.8. Two passes took 1.2 to
     2.5 times as long as a row at a time. `tests/bench/bench_mla.py` measures them again.
     """
-    if max_query <= ABSORBED_UP_TO:
+    if rows.max_query <= ABSORBED_UP_TO:
         why = f"at up to {ABSORBED_UP_TO} queries a row, to read latents as they lie takes less than to expand them"
         return ("torch_absorbed_rows", "torch_absorbed", "torch_concat", "torch_two_pass"), why
     why = f"at more than {ABSORBED_UP_TO} queries a row, to expand takes less, and one row at a time has no merge"
@@ -52,35 +49,26 @@ def _order(
 
 
 @mla_prefix_attention.order_by(("cuda",))
-def _order_of_fixed_shapes(
-    q_nope, q_rope, latent, rope, latent_pages, rope_pages, up, page_table, lengths, query_start, host, *,
-    max_query, uniform, scale, v_dim,
-) -> tuple[tuple[str, ...], str]:  # fmt: skip
+def _order_of_fixed_shapes(q, new, pages, up, rows, *, scale, v_dim) -> tuple[tuple[str, ...], str]:
     """Absorbed for decode and verify; for prefill two passes, which hold scores block by block. Not measured."""
-    if max_query <= FEW:
+    if rows.max_query <= FEW:
         return ("torch_absorbed", "torch_two_pass"), f"rows of up to {FEW} new tokens read latents as they lie"
     return ("torch_two_pass", "torch_absorbed"), f"for more than {FEW} new tokens a row, scores are held block by block"
 
 
-def _refuse_rows(
-    q_nope, q_rope, latent, rope, latent_pages, rope_pages, up, page_table, lengths, query_start, host, *,
-    max_query, uniform, scale, v_dim,
-) -> str | None:  # fmt: skip
-    return None if host.exact else "needs exact row lengths on the host, and only an upper bound is known"
+def _refuse_rows(q, new, pages, up, rows, *, scale, v_dim) -> str | None:
+    return rows.inexact
 
 
 @mla_prefix_attention.kernel(
     "torch_absorbed_rows", targets=("cpu",), refuse=_refuse_rows, host_reads=True, **ANY_WEIGHT
 )
-def _absorbed_rows(
-    q_nope, q_rope, latent, rope, latent_pages, rope_pages, up, page_table, lengths, query_start, host, *,
-    max_query, uniform, scale, v_dim,
-):  # fmt: skip
-    k_up, v_up = _of_heads(up, q_nope, v_dim)
-    moved, turned = _over_to_queries(q_nope, k_up) * scale, None if q_rope is None else wide(q_rope) * scale
+def _absorbed_rows(q, new, pages, up, rows, *, scale, v_dim):
+    k_up, v_up = _of_heads(up, q.nope, v_dim)
+    moved, turned = _over_to_queries(q.nope, k_up) * scale, None if q.rope is None else wide(q.rope) * scale
     parts = []
-    for row, at, queries in _busy(host):
-        c, shared = _held(row, host, latent_pages, rope_pages, moved.dtype)
+    for row, at, queries in _busy(rows.host):
+        c, shared = _held(row, rows.host, pages, moved.dtype)
         scores = moved[at : at + queries].flatten(0, 1) @ c.T
         if turned is not None:
             scores.addmm_(turned[at : at + queries].flatten(0, 1), shared.T)
@@ -88,85 +76,72 @@ def _absorbed_rows(
             scores = scores.unflatten(0, (queries, -1))
             scores[..., -queries:] += _later(queries, scores)[:, None]
         parts.append((scores.softmax(-1).reshape(-1, c.shape[0]) @ c).unflatten(0, (queries, -1)))
-    return _end_to_end([_back_from_latents(torch.cat(parts), v_up)] if parts else [], q_nope, v_dim)
+    return _end_to_end([_back_from_latents(torch.cat(parts), v_up)] if parts else [], q.nope, v_dim)
 
 
 @mla_prefix_attention.kernel("torch_concat", targets=("cpu",), refuse=_refuse_rows, host_reads=True, **ANY_WEIGHT)
-def _concat(
-    q_nope, q_rope, latent, rope, latent_pages, rope_pages, up, page_table, lengths, query_start, host, *,
-    max_query, uniform, scale, v_dim,
-):  # fmt: skip
-    dtype, heads = wide_dtype(q_nope), q_nope.shape[1]
+def _concat(q, new, pages, up, rows, *, scale, v_dim):
+    dtype, heads = wide_dtype(q.nope), q.nope.shape[1]
     weight = plain(up).to(dtype)
-    q = (q_nope.to(dtype) * scale).transpose(0, 1)
-    turned = None if q_rope is None else (q_rope.to(dtype) * scale).transpose(0, 1)
+    plain_part = (q.nope.to(dtype) * scale).transpose(0, 1)
+    turned = None if q.rope is None else (q.rope.to(dtype) * scale).transpose(0, 1)
     parts = []
-    for row, at, queries in _busy(host):
-        c, shared = _held(row, host, latent_pages, rope_pages, dtype)
-        k, v = (weight @ c.T).unflatten(0, (heads, -1)).split((q.shape[2], v_dim), 1)
+    for row, at, queries in _busy(rows.host):
+        c, shared = _held(row, rows.host, pages, dtype)
+        k, v = (weight @ c.T).unflatten(0, (heads, -1)).split((plain_part.shape[2], v_dim), 1)
         for start in range(at, at + queries, BLOCK):
             end = min(start + BLOCK, at + queries)
             seen = c.shape[0] - (at + queries - end)
-            scores = torch.bmm(q[:, start:end], k[..., :seen])
+            scores = torch.bmm(plain_part[:, start:end], k[..., :seen])
             if turned is not None:
                 scores += turned[:, start:end] @ shared[:seen].T
             scores[..., seen - (end - start) :] += _later(end - start, scores)
             parts.append(torch.bmm(scores.softmax(-1), v[..., :seen].mT).transpose(0, 1))
-    return _end_to_end(parts, q_nope, v_dim)
+    return _end_to_end(parts, q.nope, v_dim)
 
 
 @mla_prefix_attention.kernel("torch_absorbed", targets=EVERY, **ANY_WEIGHT)
-def _absorbed(
-    q_nope, q_rope, latent, rope, latent_pages, rope_pages, up, page_table, lengths, query_start, host, *,
-    max_query, uniform, scale, v_dim,
-):  # fmt: skip
-    k_up, v_up = _of_heads(up, q_nope, v_dim)
-    table = page_table[:, : _pages_read(host, page_table, latent_pages)]
-    at = torch.arange(table.shape[1] * latent_pages.page_size, device=q_nope.device)
-    held = at < lengths[:, None]
-    c = _gathered(latent_pages, table, held, k_up.dtype)
-    moved = to_rectangle(_over_to_queries(q_nope, k_up), query_start, max_query, uniform).flatten(1, 2)
-    scores = moved @ c.mT
-    if q_rope is not None and rope_pages is not None:
-        turned = to_rectangle(wide(q_rope), query_start, max_query, uniform).flatten(1, 2)
-        scores = scores + turned @ _gathered(rope_pages, table, held, k_up.dtype).mT
-    first = lengths - query_start.diff()
-    query_at = first[:, None] + torch.arange(max_query, device=q_nope.device)
-    visible = held[:, None] & (at <= query_at[..., None]) & in_row(query_start, max_query)[..., None]
-    weights, total, _ = _weighed((scores * scale).unflatten(1, (max_query, -1)), visible[:, :, None])
+def _absorbed(q, new, pages, up, rows, *, scale, v_dim):
+    k_up, v_up = _of_heads(up, q.nope, v_dim)
+    table = _filled(rows, pages.latent)
+    at = torch.arange(table.shape[1] * pages.latent.page_size, device=q.device)
+    held = at < rows.lengths[:, None]
+    c = _gathered(pages.latent, table, held, k_up.dtype)
+    scores = rows.rectangle(_over_to_queries(q.nope, k_up)).flatten(1, 2) @ c.mT
+    if q.rope is not None and pages.rope is not None:
+        turned = rows.rectangle(wide(q.rope)).flatten(1, 2)
+        scores = scores + turned @ _gathered(pages.rope, table, held, k_up.dtype).mT
+    visible = held[:, None] & (at <= rows.places[..., None]) & rows.inside[..., None]
+    weights, total, _ = _weighed((scores * scale).unflatten(1, (rows.max_query, -1)), visible[:, :, None])
     y = (weights / _nonzero(total)).flatten(1, 2) @ c
-    y = to_flat(y.unflatten(1, (max_query, -1)), query_start, q_nope.shape[0], uniform)
-    return _back_from_latents(y, v_up).to(q_nope.dtype)
+    y = rows.flat(y.unflatten(1, (rows.max_query, -1)), q.nope.shape[0])
+    return _back_from_latents(y, v_up).to(q.nope.dtype)
 
 
 @mla_prefix_attention.kernel("torch_two_pass", targets=EVERY, **ANY_WEIGHT)
-def _two_pass(
-    q_nope, q_rope, latent, rope, latent_pages, rope_pages, up, page_table, lengths, query_start, host, *,
-    max_query, uniform, scale, v_dim,
-):  # fmt: skip
-    dtype, heads = wide_dtype(q_nope), q_nope.shape[1]
+def _two_pass(q, new, pages, up, rows, *, scale, v_dim):
+    dtype, heads, most = wide_dtype(q.nope), q.nope.shape[1], rows.max_query
 
     def rectangle(x: Tensor) -> Tensor:
-        return to_rectangle(x.to(dtype), query_start, max_query, uniform)
+        return rows.rectangle(x.to(dtype))
 
-    q = rectangle(q_nope).transpose(1, 2) * scale
-    turned = None if q_rope is None else rectangle(q_rope).transpose(1, 2) * scale
-    table = page_table[:, : _pages_read(host, page_table, latent_pages)]
-    at = torch.arange(table.shape[1] * latent_pages.page_size, device=q_nope.device)
-    before = at < (lengths - query_start.diff())[:, None]
-    at = torch.arange(max_query, device=q_nope.device)
-    causal = in_row(query_start, max_query)[:, None] & (at <= at[:, None])
-    shared = None if rope_pages is None else _gathered(rope_pages, table, before, dtype)
-    old = _Keys.of(_gathered(latent_pages, table, before, dtype), shared, up, heads, v_dim)
-    new = _Keys.of(rectangle(latent), None if rope is None else rectangle(rope), up, heads, v_dim)
-    each = max(1, MOST_SCORES // (len(before) * heads * (before.shape[1] + max_query)))
+    plain_part = rectangle(q.nope).transpose(1, 2) * scale
+    turned = None if q.rope is None else rectangle(q.rope).transpose(1, 2) * scale
+    table = _filled(rows, pages.latent)
+    at = torch.arange(table.shape[1] * pages.latent.page_size, device=q.device)
+    before = at < rows.past[:, None]
+    at = torch.arange(most, device=q.device)
+    causal = rows.inside[:, None] & (at <= at[:, None])
+    shared = None if pages.rope is None else _gathered(pages.rope, table, before, dtype)
+    old = _Keys.of(_gathered(pages.latent, table, before, dtype), shared, up, heads, v_dim)
+    among = _Keys.of(rectangle(new.latent), None if new.rope is None else rectangle(new.rope), up, heads, v_dim)
+    each = max(1, MOST_SCORES // (len(before) * heads * (before.shape[1] + most)))
     parts = []
-    for block in (slice(start, start + each) for start in range(0, max_query, each)):
-        queries = q[:, :, block], None if turned is None else turned[:, :, block]
-        both = old.attended(*queries, before[:, None, None]), new.attended(*queries, causal[:, None, block])
+    for block in (slice(start, start + each) for start in range(0, most, each)):
+        queries = plain_part[:, :, block], None if turned is None else turned[:, :, block]
+        both = old.attended(*queries, before[:, None, None]), among.attended(*queries, causal[:, None, block])
         parts.append(_merged(*both))
-    y = torch.cat(parts, 2).transpose(1, 2).to(q_nope.dtype)
-    return to_flat(y, query_start, q_nope.shape[0], uniform)
+    return rows.flat(torch.cat(parts, 2).transpose(1, 2).to(q.nope.dtype), q.nope.shape[0])
 
 
 # What the absorbed kernels share
@@ -201,12 +176,10 @@ def _busy(host: HostLengths) -> list[tuple[int, int, int]]:
     return found
 
 
-def _held(
-    row: int, host: HostLengths, latent_pages: Pages, rope_pages: Pages | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _held(row: int, host: HostLengths, pages: LatentPools, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A row's latents and rope keys [length width]; the former twice without a rope."""
-    pages = (latent_pages, latent_pages if rope_pages is None else rope_pages)
-    latents, shared = (x.held(host.pages[row], host.length[row]).to(dtype) for x in pages)
+    pools = (pages.latent, pages.latent if pages.rope is None else pages.rope)
+    latents, shared = (x.held(host.pages[row], host.length[row]).to(dtype) for x in pools)
     return latents, shared
 
 
@@ -225,11 +198,12 @@ def _end_to_end(parts: list[Tensor], q_nope: Tensor, v_dim: int) -> Tensor:
 # What the kernels share that have fixed shapes
 
 
-def _pages_read(host: HostLengths, page_table: Tensor, pages: Pages) -> int:
-    """Columns of the page table that hold all tokens: as many as are filled, all of them while tracing."""
-    if tracing():
-        return page_table.shape[1]
-    return max(1, -(-max(host.length, default=1) // pages.page_size))
+def _filled(rows: Rows, pages: Pages) -> Tensor:
+    """The page table's columns that hold all tokens: as many as are filled, all of them while tracing."""
+    _, table = rows.paged
+    if tracing() or rows.host is None:
+        return table
+    return table[:, : max(1, -(-max(rows.host.length, default=1) // pages.page_size))]
 
 
 def _gathered(pages: Pages, table: Tensor, held: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..host import symbolic
-from ..ops.ragged import to_flat, to_rectangle
 from ..ops.short_conv import short_conv, window_after, with_scratch
 from ..ops.widen import wide_dtype
 from ..target import EVERY
@@ -16,30 +15,30 @@ BLOCK = 2**18
 """Elements that are worked on at a time."""
 
 
-def _refuse(x, weight, window, query_start, *, max_query, uniform, keep_steps, dilation=1) -> str | None:
-    if symbolic((max_query,)):
+def _refuse(x, weight, window, rows, *, keep_steps, dilation=1) -> str | None:
+    if symbolic((rows.max_query,)):
         return "goes over tokens block by block, and their number is a symbol here"
     return "keeps no steps" if keep_steps else None
 
 
 @short_conv.kernel("torch_blocked", targets=EVERY, refuse=_refuse, batches=False)
-def _blocked(x, weight, window, query_start, *, max_query, uniform, keep_steps, dilation=1):
-    new = to_rectangle(x, query_start, max_query, uniform)
-    rows, _, channels = new.shape
+def _blocked(x, weight, window, rows, *, keep_steps, dilation=1):
+    new = rows.rectangle(x)
+    count, _, channels = new.shape
     past = (weight.shape[1] - 1) * dilation
-    before = new.new_zeros(rows, past, channels) if window is None else window[:rows].to(x.dtype)
-    step = max(past, BLOCK // max(rows * channels, 1))
+    before = new.new_zeros(count, past, channels) if window is None else window[:count].to(x.dtype)
+    step = max(past, BLOCK // max(count * channels, 1))
     taps = weight.to(wide_dtype(x, weight)).T.contiguous().unbind()
     blocks = [_convolved(torch.cat((before, new[:, :step]), 1), taps, dilation)]
-    blocks += [_convolved(new[:, at - past : at + step], taps, dilation) for at in range(step, max_query, step)]
+    blocks += [_convolved(new[:, at - past : at + step], taps, dilation) for at in range(step, rows.max_query, step)]
     y = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
-    y = to_flat(y, query_start, x.shape[0], uniform)
+    y = rows.flat(y, x.shape[0])
     if window is None:
         return y, None, None
-    if uniform:
+    if rows.uniform:
         last = torch.cat((before, new[:, -past:]), 1)[:, -past:]
-        return y, torch.cat((last.to(window.dtype), window[rows:])), None
-    after = window_after(with_scratch(torch.cat((before, new), 1)), query_start.diff(), past)
+        return y, torch.cat((last.to(window.dtype), window[count:])), None
+    after = window_after(with_scratch(torch.cat((before, new), 1)), rows.new, past)
     return y, after.to(window.dtype), None
 
 

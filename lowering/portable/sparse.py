@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from ..ops.ragged import to_flat, to_rectangle
 from ..ops.sparse import expand_blocks, index_scores_topk, members, selected_slots, sparse_attention, visible_tokens
 from ..ops.widen import wide
+from ..rows import Rows
 from ..target import EVERY
 
 FEW = 8
@@ -33,7 +33,7 @@ WORTH = (3.0, 3.5)
 of 16 bits, which take half the time to gather, and of 32."""
 
 
-def _refuse_wide(q, index_pages, page_table, lengths, query_start, *, max_query, uniform, ratio, top_k) -> str | None:
+def _refuse_wide(q, index_pages, rows, *, ratio, top_k) -> str | None:
     if torch.float64 in (q.dtype, index_pages.dtype):
         return "orders float32 scores by their bits; this call has float64"
     return None
@@ -53,10 +53,10 @@ def _best(scores: Tensor, seen: Tensor, top_k: int, *, ordered: bool = True) -> 
 
 
 @index_scores_topk.kernel("torch_rows", targets=("cpu",), refuse=_refuse_wide, host_reads=True, eager=True)
-def _select_rows(q, index_pages, page_table, lengths, query_start, *, max_query, uniform, ratio, top_k):
+def _select_rows(q, index_pages, rows, *, ratio, top_k):
     found = torch.full((q.shape[0], top_k), -1, dtype=torch.int32, device=q.device)
     heads = wide(q)
-    for start, end, length, table in _rows_of(page_table, lengths, query_start):
+    for start, end, length, table in _busy(rows):
         keys = wide(_held(index_pages, table, length // ratio)).T
         for at in range(start, end, SCORED):
             some = heads[at : min(at + SCORED, end)]
@@ -76,11 +76,11 @@ def _some(q: Tensor, keys: Tensor, visible: Tensor, top_k: int) -> Tensor:
     return _best(scores, blocks < visible, top_k)
 
 
-def _rows_of(page_table: Tensor, lengths: Tensor, query_start: Tensor) -> list[tuple[int, int, int, list[int]]]:
+def _busy(rows: Rows) -> list[tuple[int, int, int, list[int]]]:
     """First token, end, length and pages of each row that has new tokens."""
-    starts, held, tables = query_start.tolist(), lengths.tolist(), page_table.tolist()
-    rows = zip(starts[:-1], starts[1:], held, tables, strict=True)
-    return [row for row in rows if row[1] > row[0]]
+    starts, (lengths, table) = rows.query_start.tolist(), rows.paged
+    found = zip(starts[:-1], starts[1:], lengths.tolist(), table.tolist(), strict=True)
+    return [row for row in found if row[1] > row[0]]
 
 
 def _held(pool: Tensor, table: list[int], count: int) -> Tensor:
@@ -93,40 +93,39 @@ def _held(pool: Tensor, table: list[int], count: int) -> Tensor:
 
 
 @index_scores_topk.kernel("torch_blocked", targets=EVERY, refuse=_refuse_wide, batches=False)
-def _select_blocked(q, index_pages, page_table, lengths, query_start, *, max_query, uniform, ratio, top_k):
-    q4 = wide(to_rectangle(q, query_start, max_query, uniform))
-    keys = wide(index_pages[page_table].flatten(1, 2)).transpose(1, 2)
-    first = lengths - query_start.diff() + 1
-    visible = (first[:, None] + torch.arange(max_query, device=q.device))[..., None] // ratio
+def _select_blocked(q, index_pages, rows, *, ratio, top_k):
+    q4 = wide(rows.rectangle(q))
+    keys = wide(index_pages[rows.page_table].flatten(1, 2)).transpose(1, 2)
+    visible = (rows.places + 1)[..., None] // ratio
     blocks = torch.arange(keys.shape[2], device=q.device)
     found = []
-    for at in range(0, max_query, SCORED):
+    for at in range(0, rows.max_query, SCORED):
         some = q4[:, at : at + SCORED]
         scores = torch.bmm(some.flatten(1, 2), keys).relu().unflatten(1, some.shape[1:3]).sum(2) / q.shape[2] ** 0.5
         found.append(_best(scores, blocks < visible[:, at : at + SCORED], top_k))
     best = F.pad(torch.cat(found, 1), (0, top_k - found[0].shape[2]), value=-1)
     # Padding gets zeros from the rectangle; it selects nothing.
-    _, seen = visible_tokens(lengths, query_start, q.shape[0])
-    return torch.where(seen[:, None] > 0, to_flat(best, query_start, q.shape[0], uniform), -1)
+    _, seen = visible_tokens(rows, q.shape[0])
+    return torch.where(seen[:, None] > 0, rows.flat(best, q.shape[0]), -1)
 
 
 @expand_blocks.kernel("torch_blocked", targets=EVERY)
-def _expand_blocked(blocks, lengths, query_start, *, ratio):
-    _, visible = visible_tokens(lengths, query_start, blocks.shape[0])
+def _expand_blocked(blocks, rows, *, ratio):
+    _, visible = visible_tokens(rows, blocks.shape[0])
     parts = zip(blocks.split(EXPANDED), visible.split(EXPANDED), strict=True)
     return torch.cat([members(some, seen, ratio) for some, seen in parts])
 
 
-def _refuse_rows(q, k_pages, v_pages, selected, page_table, lengths, query_start, *, scale) -> str | None:
+def _refuse_rows(q, k_pages, v_pages, selected, rows, *, scale) -> str | None:
     if k_pages.dtype != v_pages.dtype:
         return f"takes keys and values of one dtype; found {k_pages.dtype} and {v_pages.dtype}"
     return None
 
 
 @sparse_attention.kernel("torch_rows", targets=("cpu",), refuse=_refuse_rows, host_reads=True, eager=True)
-def _attend_rows(q, k_pages, v_pages, selected, page_table, lengths, query_start, *, scale):
+def _attend_rows(q, k_pages, v_pages, selected, rows, *, scale):
     out = q.new_zeros(q.shape[0], q.shape[1], v_pages.shape[3])
-    for start, end, length, table in _rows_of(page_table, lengths, query_start):
+    for start, end, length, table in _busy(rows):
         most = int(WORTH[k_pages.dtype.itemsize > 2] * selected.shape[1])
         all_of = _seeing_few(end - start, length, selected.shape[1], most)
         k, v = (_held(pool, table, length - (end - start) + all_of).to(q.dtype) for pool in (k_pages, v_pages))
@@ -255,12 +254,12 @@ def _grouped(q: Tensor, kv_heads: int) -> Tensor:
 
 
 @sparse_attention.kernel("torch_blocked", targets=EVERY, batches=False, backward_once=True)
-def _attend_blocked(q, k_pages, v_pages, selected, page_table, lengths, query_start, *, scale):
-    row, visible = visible_tokens(lengths, query_start, q.shape[0])
+def _attend_blocked(q, k_pages, v_pages, selected, rows, *, scale):
+    row, visible = visible_tokens(rows, q.shape[0])
     chosen = torch.where(visible[:, None] > 0, selected, -1)
     outputs = []
-    for part, some, rows in zip(q.split(GATHERED), chosen.split(GATHERED), row.split(GATHERED), strict=True):
-        valid, slots = selected_slots(some, page_table[rows], k_pages.shape[1])
+    for part, some, of in zip(q.split(GATHERED), chosen.split(GATHERED), row.split(GATHERED), strict=True):
+        valid, slots = selected_slots(some, rows.page_table[of], k_pages.shape[1])
         k, v = (
             torch.where(valid[..., None, None], pages.flatten(0, 1)[slots], 0).to(q.dtype).transpose(1, 2)
             for pages in (k_pages, v_pages)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowering import Rows
+from lowering.host import HostLengths
 from lowering.op import Op
 
 CALLS, REPEATS = 20_000, 9
@@ -39,6 +41,11 @@ def six(
     return a
 
 
+def over_rows(a: Tensor, b: Tensor, c: Tensor, rows: Rows, *, scale: float) -> Tensor:
+    """Of three tensors over rows, as attention is."""
+    return a
+
+
 def microseconds(statement: Any, calls: int = CALLS) -> float:
     """CPU time a call, the best of several repeats."""
     return 1e6 * min(timeit.repeat(statement, timer=time.thread_time, number=calls, repeat=REPEATS)) / calls
@@ -53,6 +60,13 @@ def main() -> None:
         plain = microseconds(lambda body=body, tensors=tensors: body(*tensors, **HINTS))
         chosen = microseconds(lambda op=op, tensors=tensors: op(*tensors, **HINTS))
         print(f"{count} tensors, 3 static: body {plain:5.2f} us, op {chosen:5.2f} us, choice {chosen - plain:5.2f} us")
+    over = Op(over_rows)
+    starts, table = torch.arange(4, dtype=torch.int32), torch.zeros(3, 9, dtype=torch.int32)
+    host = HostLengths((1,) * 3, (9,) * 3, ((1,),) * 3, exact=True)
+    given = (*tensors[:3], Rows(starts, starts[1:], table, max_query=1, uniform=True, host=host))
+    plain = microseconds(lambda: over_rows(*given, scale=1.0))
+    chosen = microseconds(lambda: over(*given, scale=1.0))
+    print(f"3 tensors and rows: body {plain:5.2f} us, op {chosen:5.2f} us, choice {chosen - plain:5.2f} us")
     sizes = itertools.count(1)
     first = microseconds(lambda: op(torch.empty(next(sizes)), *tensors[1:], **HINTS), 200)
     print(f"first call of a signature: {first:.1f} us")

@@ -29,7 +29,7 @@ from lowering import ops
 from params import from_checkpoint
 from params.names.kimi_linear import NAMES
 from tests.bench.timing import best
-from tests.cases import Draw, Rows, delta
+from tests.cases import Draw, RowCounts, delta
 from tests.tolerances import assert_close
 
 HEADS, DIM, HIDDEN = 8, 128, 1024
@@ -38,7 +38,7 @@ TOKENS = (64, 128, 512, 1024, 2048)
 
 def rule(tokens: int) -> list[float]:
     """Seconds of the kernel, the reference and transformers for the delta rule alone."""
-    rows = Rows("prompt", (tokens,), (0,))
+    rows = RowCounts("prompt", (tokens,), (0,))
     args, hints = delta(rows, HEADS, HEADS, DIM, DIM, state=True, keep_steps=False, channels=True)(Draw(torch.float32))
     q, k, v, decay, beta, state, start = args
     q, k, decay = 3 * q, 2 * k, 2.5 * decay

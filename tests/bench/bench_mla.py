@@ -22,7 +22,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Atten
 
 from lowering import ops
 from tests.bench.timing import best
-from tests.cases import Draw, Rows, latent_rows
+from tests.cases import Draw, RowCounts, latent_rows
 from tests.tolerances import assert_close
 
 MIXED = (101, 870, 876, 874, 869, 864, 904, 863, 837, 768)
@@ -57,7 +57,8 @@ SHAPES = (
 
 def by_transformers(shape: Shape, args: tuple[Any, ...], hints: dict[str, Any]) -> Callable[[], Tensor]:
     """Expansion and attention of transformers' module over rows padded to one length, as its model calls them."""
-    q_nope, q_rope, _, _, latent_pages, rope_pages, up, table, lengths, _, _ = args
+    q, _, pools, up, rows = args
+    lengths, table = rows.paged
     module = DeepseekV2Attention(DeepseekV2Config(num_attention_heads=shape.heads, hidden_size=64), 0)
     module.kv_b_proj.weight = torch.nn.Parameter(up, requires_grad=False)
     longest, most = int(lengths.max()), max(shape.new)
@@ -66,21 +67,21 @@ def by_transformers(shape: Shape, args: tuple[Any, ...], hints: dict[str, Any]) 
     mask = ((at <= query_at) & (at < held))[:, None]
     latents, shared = (
         torch.where((at < lengths[:, None])[:, None, :, None], pages.gather(table)[:, None, :longest], 0)
-        for pages in (latent_pages, rope_pages)
+        for pages in (pools.latent, pools.rope)
     )
-    rows = torch.cat((q_nope, q_rope), -1).split(shape.new)
-    q = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True).transpose(1, 2)
+    queries = torch.cat((q.nope, q.rope), -1).split(shape.new)
+    padded = torch.nn.utils.rnn.pad_sequence(list(queries), batch_first=True).transpose(1, 2)
 
     def run() -> Tensor:
         k, v = module.expand_kv(latents, shared)
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, scaling=hints["scale"])[0]
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, padded, k, v, mask, scaling=hints["scale"])[0]
 
     return run
 
 
 def line(shape: Shape) -> str:
     """Measure one shape, every kernel and transformers in turn."""
-    args, hints = latent_rows(Rows(shape.name, shape.new, shape.past), shape.heads, 128, 64, 128, 512, 128)(
+    args, hints = latent_rows(RowCounts(shape.name, shape.new, shape.past), shape.heads, 128, 64, 128, 512, 128)(
         Draw(torch.float32)
     )
     kernels = [ops.mla_prefix_attention.kernels[name].run for name in KERNELS]

@@ -23,6 +23,7 @@ from transformers import Qwen4ExpForCausalLM, Qwen4ExpTextConfig
 from transformers.utils import logging
 
 import funcmodels as fm
+import lowering
 import params as checkpoints
 from lowering import ops
 from lowering.host import HostLengths
@@ -123,29 +124,28 @@ class Ops:
         )
         self.q, self.index_q = drawn(self.tokens, 24, 256), drawn(self.tokens, 4, 128)
         self.raw, self.norm = drawn(self.tokens, 128), drawn(128)
-        self.start = torch.tensor([0, self.tokens], dtype=torch.int32)
-        self.where = torch.arange(1, pages, dtype=torch.int32)[None], self.start[1:], self.start
-        self.hints: dict[str, Any] = {"max_query": self.tokens, "uniform": True}
+        start, table = (
+            torch.tensor([0, self.tokens], dtype=torch.int32),
+            torch.arange(1, pages, dtype=torch.int32)[None],
+        )
+        host = HostLengths((self.tokens,), (self.tokens,), tuple(map(tuple, table.tolist())), True)
+        self.rows = lowering.Rows(start, start[1:], table, max_query=self.tokens, uniform=True, host=host)
         self.select()
 
     def select(self) -> None:
         """From index heads to blocks."""
         slots = torch.arange(self.tokens) + PAGE
-        ops.index_keys(*self.index, self.raw, self.norm, slots, *self.where, eps=1e-6, rotary_dim=64, theta=1e7)
-        self.blocks = ops.index_scores_topk(
-            self.index_q, self.index[1], *self.where, **self.hints, ratio=RATIO, top_k=512
-        )
+        ops.index_keys(*self.index, self.raw, self.norm, slots, self.rows, eps=1e-6, rotary_dim=64, theta=1e7)
+        self.blocks = ops.index_scores_topk(self.index_q, self.index[1], self.rows, ratio=RATIO, top_k=512)
 
     def sparse(self) -> Tensor:
         """Attention to the tokens of the blocks selected."""
-        places = ops.expand_blocks(self.blocks, *self.where[1:], ratio=RATIO)
-        return ops.sparse_attention(self.q, *self.pools, places, *self.where, scale=1 / 16)
+        places = ops.expand_blocks(self.blocks, self.rows, ratio=RATIO)
+        return ops.sparse_attention(self.q, *self.pools, places, self.rows, scale=1 / 16)
 
     def dense(self) -> Tensor:
         """Attention to all."""
-        table = tuple(map(tuple, self.where[0].tolist()))
-        host = HostLengths((self.tokens,), (self.tokens,), table, True)
-        return ops.paged_attention(self.q, *self.pools, *self.where, host, **self.hints, scale=1 / 16)
+        return ops.paged_attention(self.q, *self.pools, self.rows, scale=1 / 16)
 
     def drift(self) -> None:
         """Other blocks: at the end of the row each token has all but ten of those of the token before it."""

@@ -23,7 +23,7 @@ import params
 from funcmodels.attention import gqa
 from funcmodels.state.step import begin
 from funcmodels.testing.shape_checks import disable_shape_checks, enable_shape_checks, shape_checked
-from lowering import OPS, ops
+from lowering import OPS, Rows, ops
 from lowering.kernel import Kernel
 from tests.tiny import SIZES
 
@@ -41,8 +41,7 @@ def tokens(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
 
 
-START = torch.tensor([0, 3, 5])
-ROWS = {"max_query": 3, "uniform": False, "scale": 1.0}
+ROWS = Rows(torch.tensor([0, 3, 5]), max_query=3)
 
 WRONG: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "width": (
@@ -57,11 +56,11 @@ WRONG: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["lowering.ops.norm.add_rms_norm: residual: axis '*lead' is [3, 5], expected [2, 5] as in x"],
     ),
     "token count": (
-        lambda: ops.attention(tokens(5, 4, 8), tokens(5, 2, 8), tokens(4, 2, 8), START, **ROWS),
+        lambda: ops.attention(tokens(5, 4, 8), tokens(5, 2, 8), tokens(4, 2, 8), ROWS, scale=1.0),
         ["lowering.ops.attention.attention: v: axis 'tokens' is 4, expected 5 as in q"],
     ),
     "rank": (
-        lambda: ops.attention(tokens(5, 32), tokens(5, 2, 8), tokens(5, 2, 8), START, **ROWS),
+        lambda: ops.attention(tokens(5, 32), tokens(5, 2, 8), tokens(5, 2, 8), ROWS, scale=1.0),
         ["lowering.ops.attention.attention: q: shape is [5, 32], expected 3 axes: tokens heads head_dim"],
     ),
     "lead rank": (lambda: ops.rms_norm(tokens(), tokens(4), eps=1e-6), ["x: shape is [], expected 1 axes or more"]),
@@ -110,8 +109,8 @@ WRONG: dict[str, tuple[Callable[[], Any], list[str]]] = {
 def delta_rule(**changes: Any) -> Any:
     """The gated delta rule of two rows, 3 and 2 tokens, with some arguments replaced."""
     given = {"q": tokens(5, 2, 4), "k": tokens(5, 2, 4), "v": tokens(5, 2, 6), "decay": -tokens(5, 2).abs()}
-    given |= {"beta": tokens(5, 2), "state": None, "query_start": START}
-    return ops.gated_delta_rule(*(given | changes).values(), max_query=3, uniform=False, keep_steps=False)
+    given |= {"beta": tokens(5, 2), "state": None, "rows": ROWS}
+    return ops.gated_delta_rule(*(given | changes).values(), keep_steps=False)
 
 
 def attention(**changes: Any) -> Tensor:

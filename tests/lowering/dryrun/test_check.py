@@ -139,8 +139,9 @@ def test_trails_of_different_form_are_compared_by_what_they_mean() -> None:
     (q, k, v, decay, beta, state, _), half = args, VERIFY.counts[0] // 2
     picked = torch.cat([torch.arange(half) + row * VERIFY.counts[0] for row in range(3)])
     start = torch.arange(0, 4 * half, half, dtype=torch.int32)
-    hints = {"max_query": half, "uniform": True, "keep_steps": False}
-    _, after, _ = ops.gated_delta_rule.body(*(x[picked] for x in (q, k, v, decay, beta)), state, start, **hints)
+    rows = lowering.Rows(start, max_query=half, uniform=True)
+    first = (x[picked] for x in (q, k, v, decay, beta))
+    _, after, _ = ops.gated_delta_rule.body(*first, state, rows, keep_steps=False)
     assert comparison.tensor_error(full[2], after[:-1]) < 1e-5
 
 

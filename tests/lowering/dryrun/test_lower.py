@@ -18,7 +18,7 @@ from lowering.dryrun import process, versions
 from lowering.npu.features import recorded
 from lowering.target import ASCEND, named
 from params import TensorSpec, leaves
-from tests.cases import Draw, Rows, delta, paged
+from tests.cases import Draw, RowCounts, delta, paged
 from tests.lowering.dryrun import programs
 from tests.tiny import SIZES
 
@@ -77,7 +77,7 @@ def test_costs_of_a_product_and_a_look_up() -> None:
 
 def test_costs_of_paged_attention() -> None:
     """A causal mask leaves out the products with later keys; of the pages, what the rows hold is read."""
-    rows = Rows("two", counts=(200, 17), past=(3, 150))
+    rows = RowCounts("two", counts=(200, 17), past=(3, 150))
     args, kwargs = paged(rows, 4, 2, 128, 128, 128, shuffled=True)(Draw(BF16))
     (call,) = lowering.lower(ops.paged_attention, *args, **kwargs, target="ascend910b").calls
     (fused,) = [operator for operator in call.operators if "npu_fused_infer" in operator.name]
@@ -103,7 +103,7 @@ def test_costs_of_grouped_experts() -> None:
 
 def test_costs_of_the_delta_rule() -> None:
     """Three products of a state's size for each token and value head."""
-    rows = Rows("decode", counts=(1, 1, 1), past=(0, 0, 0))
+    rows = RowCounts("decode", counts=(1, 1, 1), past=(0, 0, 0))
     args, kwargs = delta(rows, 2, 6, 128, 128, state=True, keep_steps=False, recurrent=BF16)(Draw(BF16))
     (call,) = lowering.lower(ops.gated_delta_rule, *args, **kwargs, target="ascend910b").calls
     assert call.kernel == "npu_recurrent_gated_delta_rule"
@@ -194,7 +194,7 @@ def test_other_versions_are_asked() -> None:
 
 def test_a_target_of_another_version_has_its_operators() -> None:
     """Though the wheel that traces has more: the choice is that of the version asked for."""
-    rows = Rows("long", counts=(20,), past=(0,))
+    rows = RowCounts("long", counts=(20,), past=(0,))
     args, kwargs = delta(rows, 2, 4, 128, 128, state=True, keep_steps=False, recurrent=BF16)(Draw(BF16))
     for version, kernel in (("2.8.0", "torch_chunked"), ("2.10.0", "npu_chunk_gated_delta_rule")):
         target = named("ascend910b", torch_npu=version)

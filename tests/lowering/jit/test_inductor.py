@@ -163,10 +163,9 @@ def test_a_compiled_draw_is_the_plain_one(vocab: int) -> None:
 @torch.no_grad()
 def test_what_was_lowered_under_a_policy_is_captured_under_it() -> None:
     q, k, v = (torch.randn(6, heads, 8) for heads in (4, 2, 2))
-    rows: dict[str, Any] = {"max_query": 3, "uniform": True, "scale": 0.4}
-    args = (q, k, v, torch.tensor([0, 3, 6], dtype=torch.int32))
-    assert lowering.ops.attention.explain(*args, **rows).kernel.name == "torch_sdpa"
-    low = lowering.lower(lowering.ops.attention, *args, policy=lowering.Policy({"attention": "torch"}), **rows)
+    args = (q, k, v, lowering.Rows(torch.tensor([0, 3, 6], dtype=torch.int32), max_query=3, uniform=True))
+    assert lowering.ops.attention.explain(*args, scale=0.4).kernel.name == "torch_sdpa"
+    low = lowering.lower(lowering.ops.attention, *args, policy=lowering.Policy({"attention": "torch"}), scale=0.4)
     with lowering.record() as report:
         low.compile()
     assert {row.kernel for row in report.rows} == {"torch"}

@@ -16,7 +16,7 @@ import lowering
 from lowering import OPS, LoweringError, Policy, npu_reference
 from lowering.kernel import Kernel
 from lowering.target import ASCEND
-from tests.cases import CASES, Arguments, Case, Draw, Rows, delta, paged
+from tests.cases import CASES, Arguments, Case, Draw, RowCounts, delta, paged
 from tests.each import each
 
 from .agreement import arguments, check
@@ -71,9 +71,9 @@ def test_every_kernel_meets_a_case_in_half_precision(target: str) -> None:
         assert any(takes(kernel, case, torch.bfloat16) for case in CASES if case.op == name and not case.bench), kernel
 
 
-PADDED = Rows("padded", (5, 0, 2), (3, 7, 150), padding=300)
+PADDED = RowCounts("padded", (5, 0, 2), (3, 7, 150), padding=300)
 """More padding than a page holds, behind rows that idle, fill a page and cross one."""
-LONG = Rows("padded_long", (9, 0, 131), (3, 7, 0), padding=40)
+LONG = RowCounts("padded_long", (9, 0, 131), (3, 7, 0), padding=40)
 
 
 @pytest.mark.parametrize(

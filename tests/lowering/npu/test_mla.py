@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, product
 from typing import Any
@@ -15,11 +15,12 @@ from torch import Tensor
 import lowering
 from lowering import OPS, LoweringError, Policy, npu_reference
 from lowering.dryrun import versions
-from lowering.host import HostLengths
 from lowering.layouts import LAYOUTS, NdPages, NzPages
 from lowering.npu import features, mla
+from lowering.ops import LatentPools, LatentQueries, Latents
 from lowering.target import named
-from tests.cases import Draw
+from params import tree
+from tests.cases import Draw, RowCounts
 from tests.each import each
 
 OP = OPS["mla_prefix_attention"]
@@ -57,18 +58,18 @@ class Made:
 
     def expected(self, rounded: bool = False) -> Tensor:
         """Row by row, head by head, in float64; zeros for padding. If `rounded`, over keys and values of q's dtype."""
-        q_nope, q_rope, up = self.args[0], self.args[1], self.args[6]
+        q, _, _, up, _ = self.args
         sizes, scale = self.sizes, self.kwargs["scale"]
-        out = torch.zeros(*q_nope.shape[:2], sizes.v, dtype=torch.float64)
+        out = torch.zeros(*q.nope.shape[:2], sizes.v, dtype=torch.float64)
         start = 0
         for count, (latent, rope) in zip(self.counts, self.held, strict=True):
             later = torch.ones(count, len(latent)).triu(len(latent) - count + 1).bool()
             for head in range(sizes.heads):
                 rows = up[head * (sizes.nope + sizes.v) :][: sizes.nope + sizes.v]
                 both = (latent @ rows.T).double() if rounded else latent.double() @ rows.double().T
-                scores = q_nope[start : start + count, head].double() @ both[:, : sizes.nope].T
-                if q_rope is not None:
-                    scores += q_rope[start : start + count, head].double() @ rope.double().T
+                scores = q.nope[start : start + count, head].double() @ both[:, : sizes.nope].T
+                if q.rope is not None:
+                    scores += q.rope[start : start + count, head].double() @ rope.double().T
                 weights = (scale * scores).masked_fill(later, -torch.inf).softmax(-1)
                 out[start : start + count, head] = weights @ both[:, sizes.nope :]
             start += count
@@ -109,17 +110,15 @@ def made(
     ]
     q = sharpness * draw.normal(sum(counts) + padding, sizes.heads, sizes.nope + sizes.rope)
     q[sum(counts) :] = filler
-    q_nope, q_rope = q.split((sizes.nope, sizes.rope), -1)
+    queries = LatentQueries(*q.split((sizes.nope, sizes.rope), -1))
     up = draw.normal(sizes.heads * (sizes.nope + sizes.v), sizes.latent) / sizes.latent**0.5
     up = picking(sizes, dtype) if picks else up
-    if not sizes.rope:
-        q_rope, new[1], pools[1] = None, None, None
-    host = HostLengths(tuple(counts), tuple(lengths), tuple(pages), exact=True)
-    starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
-    args = (q_nope, q_rope, *new, *pools, up, table, torch.tensor(lengths, dtype=torch.int32), starts, host)
-    uniform = len(set(counts)) == 1 and not padding
-    hints = {"max_query": max(counts), "uniform": uniform, "scale": (sizes.nope + sizes.rope) ** -0.5, "v_dim": sizes.v}
-    return Made(args, hints, held, counts, sizes)
+    parts = (queries, Latents(*new), LatentPools(*pools))
+    parts = parts if sizes.rope else tuple(replace(part, rope=None) for part in parts)
+    rows = RowCounts("made", tuple(counts), tuple(past), padding).made(table, pages)
+    rows = replace(rows, uniform=len(set(counts)) == 1 and not padding)
+    hints = {"scale": (sizes.nope + sizes.rope) ** -0.5, "v_dim": sizes.v}
+    return Made((*parts, up, rows), hints, held, counts, sizes)
 
 
 def tiled(plain: Tensor) -> Tensor:
@@ -217,7 +216,7 @@ def test_against_dense_attention(name: str, dtype: torch.dtype, kernel: str, cal
         assert OP.kernels[kernel].refuse(*call.args, **call.kwargs)  # type: ignore[misc]
         return
     y, live = call.run(kernel), sum(call.counts)
-    assert y.shape == (*call.args[0].shape[:2], call.sizes.v) and y.dtype == dtype
+    assert y.shape == (*call.args[0].nope.shape[:2], call.sizes.v) and y.dtype == dtype
     assert y.isfinite().all() and not y[live:].any()
     assert (y.double() - exact).abs().max() <= BOUNDS[dtype]
     rows, past = (
@@ -245,11 +244,11 @@ def test_tiled_pages_give_the_same_bits(kernel: str) -> None:
     calls = [made((3, 1, 7), (150, 9, 0), Sizes(4), layout=layout) for layout in LAYOUTS]
     plain, other = (call.run(kernel) for call in calls)
     assert torch.equal(plain, other)
-    latents = [
-        NdPages(call.args[at].values.view(calls[0].args[at].values.shape))
-        for call, at in ((calls[1], 4), (calls[1], 5))
-    ]
-    wrong = Made((*calls[0].args[:4], *latents, *calls[0].args[6:]), *list(vars(calls[0]).values())[1:])
+    pools = {
+        part: NdPages(getattr(calls[1].args[2], part).values.view(getattr(calls[0].args[2], part).values.shape))
+        for part in ("latent", "rope")
+    }
+    wrong = changed(calls[0], 2, **pools)
     found = wrong.run(kernel).double() - wrong.expected()
     assert not (found.abs().max() <= BOUNDS[torch.bfloat16])
 
@@ -258,15 +257,14 @@ def test_tiled_pages_give_the_same_bits(kernel: str) -> None:
 def test_strided_arguments(kernel: str) -> None:
     """Queries, latents and rope keys as slices of one projection, the table and lengths as slices of larger ones."""
     call = made((4, 2, 9), (130, 0, 5), Sizes(4), padding=2)
-    args = list(call.args)
-    wide = torch.cat((args[0].flatten(1), args[1].flatten(1), args[2], args[3]), 1)
-    q_nope, q_rope, args[2], args[3] = wide.split((4 * 128, 4 * 64, 512, 64), 1)
-    args[0], args[1] = q_nope.unflatten(1, (4, 128)), q_rope.unflatten(1, (4, 64))
-    args[6] = torch.cat((args[6], args[6]), 1)[:, :512]
-    for at in (7, 8, 9):
-        args[at] = torch.stack((args[at], args[at]), -1)[..., 0]
-    assert not any(args[at].is_contiguous() for at in (0, 1, 2, 3, 6, 7, 8, 9))
-    assert torch.equal(Made(tuple(args), call.kwargs, call.held, call.counts, call.sizes).run(kernel), call.run(kernel))
+    q, new, pages, up, rows = call.args
+    wide = torch.cat((q.nope.flatten(1), q.rope.flatten(1), new.latent, new.rope), 1)
+    q_nope, q_rope, *both = wide.split((4 * 128, 4 * 64, 512, 64), 1)
+    q, new = LatentQueries(q_nope.unflatten(1, (4, 128)), q_rope.unflatten(1, (4, 64))), Latents(*both)
+    up, rows = torch.cat((up, up), 1)[:, :512], tree.map(lambda x: torch.stack((x, x), -1)[..., 0], rows)
+    args = (q, new, pages, up, rows)
+    assert not any(x.is_contiguous() for x in tree.leaves((q, new, up, rows)))
+    assert torch.equal(Made(args, call.kwargs, call.held, call.counts, call.sizes).run(kernel), call.run(kernel))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -282,9 +280,9 @@ def test_unused_memory_is_never_read(kernel: str) -> None:
     """Slots behind a row's length hold NaN in every test here; other pages and padding may change too."""
     call = made((4, 2, 9), (130, 0, 5), Sizes(4), padding=2)
     before = call.run(kernel)
-    for pages in call.args[4:6]:
-        pages.values[pages.values.isnan()] = 1e4
-    for x in call.args[:4]:
+    for pool in tree.leaves(call.args[2]):
+        pool[pool.isnan()] = 1e4
+    for x in tree.leaves(call.args[:2]):
         x[sum(call.counts) :] = torch.inf
     assert torch.equal(call.run(kernel), before)
 
@@ -293,10 +291,10 @@ def test_unused_memory_is_never_read(kernel: str) -> None:
 def test_rows_that_share_a_prefix(kernel: str) -> None:
     """One set of pages for what two rows have in common, and pages of their own behind it."""
     call = made((9, 4), (128, 131), Sizes(4))
-    pages, table = call.args[10].pages, call.args[7].clone()
+    pages, table = call.args[4].host.pages, call.args[4].page_table.clone()
     table[1, 0] = pages[0][0]
     held = [call.held[0], tuple(torch.cat((x[:128], y[128:])) for x, y in zip(*call.held, strict=True))]
-    shared = told(changed(call, 7, table), pages=(pages[0], (pages[0][0], *pages[1][1:])))
+    shared = told(changed(call, 4, page_table=table), pages=(pages[0], (pages[0][0], *pages[1][1:])))
     shared = Made(shared.args, call.kwargs, held, call.counts, call.sizes)
     assert (shared.run(kernel).double() - shared.expected()).abs().max() <= BOUNDS[torch.bfloat16]
 
@@ -342,8 +340,10 @@ def test_ascend_950_says_why_it_has_none() -> None:
     assert not choice.kernel.operators and "documented for Ascend 910 alone" in choice.refused["fused"]
 
 
-def changed(call: Made, at: int, value: Any) -> Made:
-    return Made((*call.args[:at], value, *call.args[at + 1 :]), call.kwargs, call.held, call.counts, call.sizes)
+def changed(call: Made, at: int, **parts: Any) -> Made:
+    """With other parts of the argument at a place."""
+    args = (*call.args[:at], replace(call.args[at], **parts), *call.args[at + 1 :])
+    return Made(args, call.kwargs, call.held, call.counts, call.sizes)
 
 
 def hinted(call: Made, **hints: Any) -> Made:
@@ -352,8 +352,7 @@ def hinted(call: Made, **hints: Any) -> Made:
 
 def told(call: Made, **facts: Any) -> Made:
     """With other facts about the rows' lengths."""
-    host = call.args[10]
-    return changed(call, 10, HostLengths(**{**vars(host), **facts}))
+    return changed(call, 4, host=replace(call.args[4].host, **facts))
 
 
 def meta(*shape: int) -> Tensor:
@@ -370,8 +369,8 @@ def symbolic(call: Made) -> Made:
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
     shapes = ShapeEnv()
-    names = [ConstantSource(f"length_{at}") for at in range(len(call.args[10].length))]
-    pairs = zip(call.args[10].length, names, strict=True)
+    names = [ConstantSource(f"length_{at}") for at in range(len(call.args[4].host.length))]
+    pairs = zip(call.args[4].host.length, names, strict=True)
     made_up = [(shapes.create_symbol(n, source, DimDynamic.DYNAMIC), n, source) for n, source in pairs]
     lengths = tuple(shapes.create_symintnode(symbol, hint=n, source=source) for symbol, n, source in made_up)
     return told(call, length=lengths)
@@ -383,40 +382,41 @@ FROZEN = "gathers as many tokens as rows hold, and a captured program cannot cha
 REFUSALS: list[tuple[str, Made, str]] = [
     *((kernel, told(BASE, exact=False), DROPPED) for kernel in KERNELS),
     *((kernel, symbolic(BASE), FROZEN) for kernel in (TWO, CONCAT, RING)),
-    (TWO, changed(BASE, 0, BASE.args[0].float()), "takes float16, bfloat16; q_nope is float32"),
-    (CONCAT, changed(BASE, 3, BASE.args[3].half()),
+    (TWO, changed(BASE, 0, nope=BASE.args[0].nope.float()), "takes float16, bfloat16; q_nope is float32"),
+    (CONCAT, changed(BASE, 1, rope=BASE.args[1].rope.half()),
      "takes one dtype; found q_nope bfloat16, q_rope bfloat16, latent bfloat16, rope float16"),
-    (TWO, changed(changed(BASE, 0, meta(6, 257, 128)), 1, meta(6, 257, 64)),
+    (TWO, changed(BASE, 0, nope=meta(6, 257, 128), rope=meta(6, 257, 64)),
      "takes at most 256 heads; this call has 257"),
-    (TWO, changed(changed(BASE, 0, meta(2**20 + 1, 4, 128)), 1, meta(2**20 + 1, 4, 64)),
+    (TWO, changed(BASE, 0, nope=meta(2**20 + 1, 4, 128), rope=meta(2**20 + 1, 4, 64)),
      "takes at most 1048576 tokens; this call has 1048577"),
-    (TWO, changed(BASE, 7, torch.empty(4096, 3, dtype=torch.int32, device="meta")),
+    (TWO, changed(BASE, 4, query_start=torch.empty(4097, dtype=torch.int32, device="meta")),
      "takes at most 4095 rows; this call has 4096"),
-    (CONCAT, changed(changed(BASE, 0, meta(6, 4, 500)), 1, meta(6, 4, 20)),
+    (CONCAT, changed(BASE, 0, nope=meta(6, 4, 500), rope=meta(6, 4, 20)),
      "takes at most 512 channels a head; this call has 528"),
-    (CONCAT, changed(changed(BASE, 0, meta(6, 200, 300)), 1, meta(6, 200, 28)),
+    (CONCAT, changed(BASE, 0, nope=meta(6, 200, 300), rope=meta(6, 200, 28)),
      "takes heads * head_dim below 65535; this call has 67200"),
-    (TWO, changed(changed(hinted(BASE, v_dim=16), 0, meta(6, 257, 16)), 1, meta(6, 257, 16)),
+    (TWO, changed(hinted(BASE, v_dim=16), 0, nope=meta(6, 257, 16), rope=meta(6, 257, 16)),
      "takes at most 256 heads; this call has 257"),
     (RING, hinted(BASE, v_dim=192), "takes 128 + 64 channels and values of 128; this call has 128 + 64 and 192"),
-    (RING, changed(BASE, 1, None), "takes 128 + 64 channels and values of 128; this call has 128 + 0 and 128"),
-    (RING, changed(BASE, 2, BASE.args[2].float()),
+    (RING, changed(BASE, 0, rope=None), "takes 128 + 64 channels and values of 128; this call has 128 + 0 and 128"),
+    (RING, changed(BASE, 1, latent=BASE.args[1].latent.float()),
      "takes float16, bfloat16; latent is float32"),
     (ABSORBED, told(BASE, fits=False),
      "counts pages that rows share once a row, and the pool has fewer: give init_state more pages"),
-    (ABSORBED, hinted(BASE, max_query=0), "takes no empty tensor; no row has a new token"),
-    (ABSORBED, hinted(BASE, max_query=17), "takes at most 16 tokens a row; this call has 17"),
-    (ABSORBED, changed(BASE, 4, pool(5, 128, 256)),
+    (ABSORBED, changed(BASE, 4, max_query=0), "takes no empty tensor; no row has a new token"),
+    (ABSORBED, changed(BASE, 4, max_query=17), "takes at most 16 tokens a row; this call has 17"),
+    (ABSORBED, changed(BASE, 2, latent=pool(5, 128, 256)),
      "takes latents of 512 and rope keys of 64; this call has 256 and 64"),
-    (ABSORBED, changed(BASE, 5, None), "takes latents of 512 and rope keys of 64; this call has 512 and 0"),
-    (ABSORBED, changed(BASE, 0, meta(6, 129, 128)), "takes at most 128 heads; this call has 129"),
-    (ABSORBED, changed(BASE, 0, BASE.args[0].half()),
+    (ABSORBED, changed(BASE, 2, rope=None), "takes latents of 512 and rope keys of 64; this call has 512 and 0"),
+    (ABSORBED, changed(BASE, 0, nope=meta(6, 129, 128), rope=meta(6, 129, 64)),
+     "takes at most 128 heads; this call has 129"),
+    (ABSORBED, changed(BASE, 0, nope=BASE.args[0].nope.half()),
      "takes one dtype; found q_nope float16, q_rope bfloat16, latent_pages bfloat16, rope_pages bfloat16"),
-    (ABSORBED, changed(BASE, 4, pool(5, 128, 512, NzPages)), "takes latents and rope keys in one layout"),
-    (ABSORBED, changed(BASE, 4, pool(5, 32, 512)), "takes pages of 16 or 128 tokens; found 32"),
-    (ABSORBED, changed(changed(BASE, 4, pool(5, 16, 512, NzPages)), 5, pool(5, 16, 64, NzPages)),
+    (ABSORBED, changed(BASE, 2, latent=pool(5, 128, 512, NzPages)), "takes latents and rope keys in one layout"),
+    (ABSORBED, changed(BASE, 2, latent=pool(5, 32, 512)), "takes pages of 16 or 128 tokens; found 32"),
+    (ABSORBED, changed(BASE, 2, latent=pool(5, 16, 512, NzPages), rope=pool(5, 16, 64, NzPages)),
      "takes tiled pages of 128 tokens; found 16"),
-    (ABSORBED, changed(BASE, 4, pool(2**15, 128, 512)),
+    (ABSORBED, changed(BASE, 2, latent=pool(2**15, 128, 512)),
      "takes pools of fewer than 2**31 elements; this one has 2147483648: make fewer pages"),
 ]  # fmt: skip
 
@@ -443,7 +443,7 @@ def test_operators_of_the_atb_library_are_looked_up_by_its_name() -> None:
     assert str(schema) == f"atb::{features.recorded()['2.13.0'][mla.RING]}"
     with pytest.raises(LoweringError, match="operator atb::npu_rung_mla is not loaded"):
         features.atb.npu_rung_mla  # noqa: B018
-    wrong = versions.problems("atb::npu_ring_mla", (), {"q": BASE.args[0]}, "2.13.0")
+    wrong = versions.problems("atb::npu_ring_mla", (), {"q": BASE.args[0].nope}, "2.13.0")
     assert [version for version, _ in wrong] == [v for v in features.recorded() if v != "2.13.0"]
     assert all(reason == "has no argument q" for _, reason in wrong)
 

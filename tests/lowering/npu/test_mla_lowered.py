@@ -68,7 +68,11 @@ def test_costs() -> None:
     (one,) = (operator for operator in lowered(call, ABSORBED).calls[0].operators if FIA in operator.name)
     pairs = sum(2 * past + 1 + 2 for past in (130, 6))
     assert one.cost.flops == 2 * pairs * 16 * (512 + 64 + 512)
-    held, queries, table = (132 + 8) * (512 + 64) * 2, 4 * 16 * (512 + 64 + 512) * 2, call.args[7].numel() * 4
+    held, queries, table = (
+        (132 + 8) * (512 + 64) * 2,
+        4 * 16 * (512 + 64 + 512) * 2,
+        call.args[4].page_table.numel() * 4,
+    )
     assert one.cost.bytes == held + queries + table + 2048 * 2048
     apart = [one for one in lowered(call, TWO).calls[0].operators if FIA in one.name]
     assert [one.cost.flops for one in apart] == [2 * n * 16 * (128 + 64 + 128) for n in (3 + 3, 2 * (130 + 6))]

@@ -5,7 +5,6 @@ That the kernels write what their ops say is shown case by case in `test_kernels
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,38 +28,35 @@ def operators() -> None:
     npu_reference.load()
 
 
-def pages_in(dtype: torch.dtype, *names: str) -> Change:
-    return lambda given: given | {name: replace(given[name], values=given[name].values.to(dtype)) for name in names}
-
-
-def tiled(name: str) -> Change:
+def tiled(part: str) -> Change:
     """With one of the pools in tiles."""
-    empty = NzPages.empty
-    return lambda given: given | {name: empty(4, 128, given[name].width, torch.bfloat16, torch.device("meta"))}
+    empty, width = NzPages.empty, {"latent": 512, "rope": 64}[part]
+    return but(**{f"pages__{part}": empty(4, 128, width, torch.bfloat16, torch.device("meta"))})
 
 
 LAYOUT = "takes latents and rope keys in one layout"
 REFUSALS: list[tuple[str, str, str, Change, str]] = [
-    (WRITE, SCATTER, PLAIN, but(rope_pages=None, rope=None), "writes two caches at once; this call has latents alone"),
-    (WRITE, SCATTER, PLAIN, tiled("latent_pages"), LAYOUT),
-    (WRITE, SCATTER, TILED, pages_in(F32, "latent_pages", "rope_pages"),
+    (WRITE, SCATTER, PLAIN, but(pages__rope=None, new__rope=None),
+     "writes two caches at once; this call has latents alone"),
+    (WRITE, SCATTER, PLAIN, tiled("latent"), LAYOUT),
+    (WRITE, SCATTER, TILED, to(F32, "pages.latent.values", "pages.rope.values"),
      "takes float16, bfloat16; latent_pages is float32"),
-    (WRITE, SCATTER, PLAIN, pages_in(F32, "rope_pages"),
+    (WRITE, SCATTER, PLAIN, to(F32, "pages.rope.values"),
      "takes one dtype; found latent_pages bfloat16, rope_pages float32"),
-    (WRITE, SCATTER, PLAIN, shaped(latent=(0, 512)), "takes no empty tensor; latent is [0, 512]"),
-    (NORMED, FUSED, PLAIN, but(rope_pages=None), "turns a rope key and writes it; this call has none to turn"),
+    (WRITE, SCATTER, PLAIN, shaped(new__latent=(0, 512)), "takes no empty tensor; latent is [0, 512]"),
+    (NORMED, FUSED, PLAIN, but(pages__rope=None), "turns a rope key and writes it; this call has none to turn"),
     (NORMED, FUSED, PLAIN, but(cos=None, sin=None), "turns a rope key and writes it; this call has none to turn"),
     (NORMED, FUSED, PLAIN, shaped(weight=(500,)),
      "takes latents of 512 and rope keys of 64; this call has 500 and 76"),
     (NORMED, FUSED, PLAIN, shaped(cos=(6, 30)), "turns whole rope keys of 64 channels; this call turns 60"),
     (NORMED, FUSED, PLAIN, to(F16, "weight"),
      "takes one dtype; found kv bfloat16, weight float16, latent_pages bfloat16, rope_pages bfloat16"),
-    (NORMED, FUSED, PLAIN, tiled("rope_pages"), LAYOUT),
+    (NORMED, FUSED, PLAIN, tiled("rope"), LAYOUT),
     (NORMED, FUSED, PLAIN, shaped(kv=(0, 576)), "takes no empty tensor; kv is [0, 576]"),
     (NORMED, COMPOSED, PLAIN, to(torch.float64, "kv"), "takes float16, bfloat16, float32; kv is float64"),
     (NORMED, COMPOSED, PLAIN, shaped(kv=(0, 576)), "takes no empty tensor; kv is [0, 576]"),
-    (NORMED, COMPOSED, PLAIN, but(rope_pages=None), "writes two caches at once; this call has latents alone"),
-    (NORMED, COMPOSED, PLAIN, tiled("rope_pages"), LAYOUT),
+    (NORMED, COMPOSED, PLAIN, but(pages__rope=None), "writes two caches at once; this call has latents alone"),
+    (NORMED, COMPOSED, PLAIN, tiled("rope"), LAYOUT),
     ("rotary_interleaved", "npu_interleave_rope", "full",
      lambda given: given, "turns whole heads of 64 channels; this call turns 16 of 16"),
     ("rotary_interleaved", "npu_interleave_rope", "latent", to(F32, "x"), "takes float16, bfloat16; x is float32"),
@@ -87,12 +83,10 @@ def test_what_does_not_fit_the_fused_operator_is_composed() -> None:
 def test_both_layouts_hold_the_same_bits(kernel: str) -> None:
     held: list[list[Tensor]] = []
     for case in (PLAIN, TILED):
-        given = arguments(NORMED, PLAIN) | {
-            name: arguments(NORMED, case)[name] for name in ("latent_pages", "rope_pages")
-        }
+        given = arguments(NORMED, PLAIN) | {"pages": arguments(NORMED, case)["pages"]}
         with lowering.use(Policy({NORMED: kernel}), target="ascend910b"):
-            *pools, latent, rope = run(NORMED, given)
-        held.append([*(pool.read(given["slots"]) for pool in pools), latent, rope])
+            pages, new = run(NORMED, given)
+        held.append([*(pool.read(given["slots"]) for pool in (pages.latent, pages.rope)), new.latent, new.rope])
     assert all(torch.equal(one, other) for one, other in zip(*held, strict=True))
     assert torch.equal(held[0][0], held[0][2]) and torch.equal(held[0][1], held[0][3])
 
@@ -106,7 +100,7 @@ def run(op: str, given: dict[str, Any]) -> Any:
 def test_a_strided_pool_is_an_error(op: str, kernel: str) -> None:
     """A write to a copy of it would be lost."""
     given = arguments(op, PLAIN)
-    given["latent_pages"] = every_second(given["latent_pages"])
+    given = but(pages__latent=every_second(given["pages"].latent))(given)
     with lowering.use(Policy({op: kernel}), target="ascend910b"), pytest.raises(LoweringError, match="be lost"):
         run(op, given)
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from lowering import OPS, LoweringError, Policy, npu_reference, ops
 from lowering.kernel import FUSED, REFERENCE
 from lowering.npu.features import missing
 from lowering.target import ASCEND, named
+from params import tree
 from tests import tiny
 from tests.cases import CASES, Case, cases_of
 from tests.each import each
@@ -54,23 +56,34 @@ def split(op: str, given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     return [v for k, v in given.items() if k not in named], {k: v for k, v in given.items() if k in named}
 
 
-def to(dtype: torch.dtype, *names: str) -> Change:
-    return lambda given: given | {name: given[name].to(dtype) for name in names}
+def to(dtype: torch.dtype, *paths: str) -> Change:
+    return lambda given: reduce(lambda now, path: tree.put(now, path, tree.at(now, path).to(dtype)), paths, given)
 
 
 def shaped(**shapes: tuple[int, ...]) -> Change:
-    """With arguments of other shapes, of their own dtypes."""
-    return lambda given: (
-        given | {k: torch.empty(shape, dtype=given[k].dtype, device="meta") for k, shape in shapes.items()}
-    )
+    """With arguments, or their parts, of other shapes, of their own dtypes; `rows__lengths` are the rows' lengths."""
+
+    def change(given: dict[str, Any]) -> dict[str, Any]:
+        old = {name: tree.at(given, name.replace("__", ".")) for name in shapes}
+        return but(**{k: torch.empty(shapes[k], dtype=x.dtype, device="meta") for k, x in old.items()})(given)
+
+    return change
 
 
 def but(**values: Any) -> Change:
-    return lambda given: given | values
+    """With other arguments, or parts of them."""
+
+    def change(given: dict[str, Any]) -> dict[str, Any]:
+        for name, value in values.items():
+            path = name.replace("__", ".")
+            given = given | {path: value} if "." not in path else tree.put(given, path, value)
+        return given
+
+    return change
 
 
 def upper_bounds(given: dict[str, Any]) -> dict[str, Any]:
-    return given | {"host": replace(given["host"], exact=False)}
+    return but(rows__host=replace(given["rows"].host, exact=False))(given)
 
 
 def pool(pages: int, page_size: int = 128, kv_heads: int = 2, dim: int = 256) -> Change:
@@ -169,7 +182,7 @@ REFUSALS: list[tuple[str, str, str, Change, str]] = [
      "takes pools of fewer than 2**31 elements; this one has 2147483648: make fewer pages"),
     (PAGED, FIA, RAGGED, to(F32, "q", "k_pages", "v_pages"), "takes float16, bfloat16; q is float32"),
     (PAGED, FIA, RAGGED, to(F16, "q"), "takes one dtype; found q float16, k_pages bfloat16, v_pages bfloat16"),
-    (PAGED, TND, SEVERAL, shaped(page_table=(4096, 3)), "takes at most 4095 rows; this call has 4096"),
+    (PAGED, TND, SEVERAL, shaped(rows__query_start=(4097,)), "takes at most 4095 rows; this call has 4096"),
     (PAGED, TND, RAGGED, lambda given: given, "layout TND takes a head_dim of 128 or 192; this call has 256"),
     (PAGED, TND, SEVERAL, to(F16, "q"), "layout TND takes bfloat16; q is float16"),
     (PAGED, TND, SEVERAL, upper_bounds,
@@ -405,7 +418,7 @@ def test_gradients_and_transforms_leave_the_fused_kernels_out() -> None:
 def test_rows_that_share_more_pages_than_the_pool_has_are_refused(kernel: str) -> None:
     """The operator counts shared pages once a row and rejects a smaller pool: forks of a long row come to that."""
     given = arguments(PAGED, SEVERAL)
-    given |= {"host": replace(given["host"], fits=False)}
+    given = but(rows__host=replace(given["rows"].host, fits=False))(given)
     args, kwargs = split(PAGED, given)
     shown = "counts pages that rows share once a row, and the pool has fewer"
     with lowering.use(paged_attention=kernel, target="ascend910b"), pytest.raises(LoweringError, match=shown):
@@ -449,7 +462,7 @@ def test_refusals_do_not_read_values() -> None:
     """Every kernel's refusal of every case is the same for tensors without any."""
     for case in CASES:
         given = arguments(case.op, case.name)
-        meta = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in given.items()}
+        meta = tree.map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, given)
         for kernel in OPS[case.op].kernels.values():
             if kernel.operators and kernel.refuse:
                 (args, kwargs), (empty, _) = split(case.op, given), split(case.op, meta)

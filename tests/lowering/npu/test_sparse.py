@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowering
-from lowering import npu_reference, ops
+from lowering import Rows, npu_reference, ops
 from lowering.kernel import FUSED
 from lowering.npu import sparse
-from tests.lowering.ops.test_sparse import Rows, Sizes, filled
+from tests.lowering.ops.test_sparse import Fed, Sizes, filled
 from tests.tolerances import assert_close
 
 BOTH = ("ascend910b", "ascend910_93")
@@ -27,7 +27,7 @@ def operators() -> None:
     npu_reference.load()
 
 
-def halved(rows: Rows) -> Rows:
+def halved(rows: Fed) -> Fed:
     """The same rows in bfloat16."""
     for name in ("q", "k", "v", "qi", "raw"):
         setattr(rows, name, [x.bfloat16() for x in getattr(rows, name)])
@@ -41,7 +41,7 @@ def halved(rows: Rows) -> Rows:
 def test_chunks_select_and_attend_as_the_formula_says(target: str, padding: int) -> None:
     """Ragged and idle rows, lengths below and beyond the budget, NaN in padding and in every slot nobody wrote."""
     chunks = [[90, 0, 3], [1, 9, 0], [1, 1, 1], [5, 5, 5]]
-    rows = halved(Rows(SERVED, [sum(column) for column in zip(*chunks, strict=True)], seed=padding))
+    rows = halved(Fed(SERVED, [sum(column) for column in zip(*chunks, strict=True)], seed=padding))
     for counts in chunks:
         chunk = rows.chunk(counts, padding)
         with lowering.use(target=target), lowering.record() as report:
@@ -63,13 +63,13 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def published(tokens: int, rows: int, pages: int = 2048) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def published(tokens: int, rows: int, most: int, pages: int = 2048) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Arguments of selection and attention at the sizes of the published checkpoint, without values."""
     lengths, start = meta(rows, dtype=torch.int32), meta(rows + 1, dtype=torch.int32)
-    where = (meta(rows, 256, dtype=torch.int32), lengths, start)
+    where = Rows(start, lengths, meta(rows, 256, dtype=torch.int32), max_query=most, uniform=most * rows == tokens)
     pools = (meta(pages, 128, 2, 256), meta(pages, 128, 2, 256))
     selected = meta(tokens, 2051, dtype=torch.int32)
-    return (meta(tokens, 4, 128), meta(pages, 32, 128), *where), (meta(tokens, 24, 256), *pools, selected, *where)
+    return (meta(tokens, 4, 128), meta(pages, 32, 128), where), (meta(tokens, 24, 256), *pools, selected, where)
 
 
 ROWS = {"decode": (8, 8, 1), "verify": (32, 8, 4), "prefill": (200, 3, 150)}
@@ -80,9 +80,8 @@ ROWS = {"decode": (8, 8, 1), "verify": (32, 8, 4), "prefill": (200, 3, 150)}
 def test_published_sizes_pass_the_schemas_and_shape_functions_of_torch_npu(target: str, batch: str) -> None:
     """One call of the indexer, each token a request of one query; fused attention once for every 64 tokens."""
     tokens, rows, most = ROWS[batch]
-    index, attention = published(tokens, rows)
-    hints = {"max_query": most, "uniform": batch != "prefill", "ratio": 4, "top_k": 512}
-    low = lowering.lower(ops.index_scores_topk, *index, target=target, **hints)
+    index, attention = published(tokens, rows, most)
+    low = lowering.lower(ops.index_scores_topk, *index, target=target, ratio=4, top_k=512)
     assert [row.kernel for row in low.report.rows] == ["npu_lightning_indexer"] and not low.problems
     (one,) = (operator for call in low.calls for operator in call.operators if "aten" not in operator.name)
     assert one.name == "npu.npu_lightning_indexer"
@@ -95,25 +94,24 @@ def test_published_sizes_pass_the_schemas_and_shape_functions_of_torch_npu(targe
 
 def test_what_no_operator_does_is_said() -> None:
     """The sparse operator of torch_npu reads one latent, the indexer is not known on Ascend 950."""
-    index, attention = published(8, 8)
+    index, attention = published(8, 8, 1)
     choice = ops.sparse_attention.explain(*attention, target="ascend910b", scale=1 / 16)
     assert choice.refused[FUSED].startswith("npu_sparse_flash_attention reads one latent of 512 channels")
-    hints = {"max_query": 1, "uniform": True, "ratio": 4, "top_k": 512}
-    choice = ops.index_scores_topk.explain(*index, target="ascend950", **hints)
+    choice = ops.index_scores_topk.explain(*index, target="ascend950", ratio=4, top_k=512)
     assert choice.kernel.name == "torch_blocked" and "npu_lightning_indexer" in choice.refused[FUSED]
 
 
 def test_a_captured_step_reads_nothing_on_the_host() -> None:
     """One trace of the kernels for fixed shapes, replayed while two rows grow over block ends."""
-    rows = halved(Rows(SERVED, [60, 60], seed=1))
+    rows = halved(Fed(SERVED, [60, 60], seed=1))
     rows.chunk([40, 21])
 
     def step(q: Tensor, qi: Tensor, lengths: Tensor, table: Tensor, *pools: Tensor) -> tuple[Tensor, Tensor]:
         start = torch.arange(3, dtype=torch.int32) * 2
-        where = (table, lengths, start)
-        found = ops.index_scores_topk(qi, pools[2], *where, max_query=2, uniform=True, ratio=4, top_k=6)
-        places = ops.expand_blocks(found, *where[1:], ratio=4)
-        return found, ops.sparse_attention(q, *pools[:2], places, *where, scale=0.3)
+        where = Rows(start, lengths, table, max_query=2, uniform=True)
+        found = ops.index_scores_topk(qi, pools[2], where, ratio=4, top_k=6)
+        places = ops.expand_blocks(found, where, ratio=4)
+        return found, ops.sparse_attention(q, *pools[:2], places, where, scale=0.3)
 
     def arguments() -> tuple[Tensor, ...]:
         chunk = rows.chunk([2, 2])
@@ -131,7 +129,7 @@ def test_a_captured_step_reads_nothing_on_the_host() -> None:
 
 def test_many_tokens_are_gathered_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that do not divide the tokens give what one part gives."""
-    rows = halved(Rows(SERVED, [50], seed=2))
+    rows = halved(Fed(SERVED, [50], seed=2))
     chunk = rows.chunk([50])
     with lowering.use(target="ascend910b"):
         _, _, whole = rows.attended(chunk)

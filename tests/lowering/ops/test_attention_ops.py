@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,7 +14,7 @@ import lowering
 from lowering import Policy, ops
 from lowering.host import HostLengths
 from lowering.op import Op
-from tests.cases import ROWS, VERIFY, Draw, Rows, paged
+from tests.cases import ROWS, VERIFY, Draw, RowCounts, paged
 from tests.each import each
 from tests.tolerances import assert_close
 
@@ -57,12 +58,12 @@ def held(pool: Tensor, table: Tensor, length: int) -> Tensor:
 
 
 @each(product(EVERY_ROWS, SHAPES, DTYPES), hooked=parts)
-def test_attention(rows: Rows, shape: Shape, dtype: torch.dtype) -> None:
+def test_attention(rows: RowCounts, shape: Shape, dtype: torch.dtype) -> None:
     """Every kernel; rows do not see each other; padding gets zeros."""
     check_attention(rows, shape, dtype, None)
 
 
-def check_attention(rows: Rows, shape: Shape, dtype: torch.dtype, window: int | None) -> None:
+def check_attention(rows: RowCounts, shape: Shape, dtype: torch.dtype, window: int | None) -> None:
     heads, kv_heads, head_dim, v_dim = shape
     draw, start = Draw(dtype), rows.query_start()
     q, k = draw.normal(rows.tokens, heads, head_dim), draw.normal(rows.tokens, kv_heads, head_dim)
@@ -71,24 +72,25 @@ def check_attention(rows: Rows, shape: Shape, dtype: torch.dtype, window: int | 
     for row in range(len(rows.counts)):
         part = slice(int(start[row]), int(start[row + 1]))
         expected[part] = row_attention(q[part], k[part], v[part], 0.3, window)
-    args, kwargs = (q, k, v, start), {**rows.hints(), "scale": 0.3, "window": window}
+    args, kwargs = (q, k, v, rows.made()), {"scale": 0.3, "window": window}
     for name in kernels_for(ops.attention, args, kwargs):
         with lowering.use(attention=name):
             assert_close(ops.attention(*args, **kwargs), expected, length=sum(rows.counts), dtype=dtype)
 
 
 @each(product(EVERY_ROWS, SHAPES, (False, True), DTYPES), hooked=parts)
-def test_paged_attention(rows: Rows, shape: Shape, shuffled: bool, dtype: torch.dtype) -> None:
+def test_paged_attention(rows: RowCounts, shape: Shape, shuffled: bool, dtype: torch.dtype) -> None:
     """Every kernel; every page and slot that no row holds is NaN and reaches nothing; padding gets zeros."""
     check_paged(rows, shape, shuffled, dtype, 4, None)
 
 
 def check_paged(
-    rows: Rows, shape: Shape, shuffled: bool, dtype: torch.dtype, page_size: int, window: int | None
+    rows: RowCounts, shape: Shape, shuffled: bool, dtype: torch.dtype, page_size: int, window: int | None
 ) -> list[str]:
     """Names of the kernels that took the call."""
     args, kwargs = paged(rows, *shape, page_size, shuffled=shuffled)(Draw(dtype))
-    q, k_pages, v_pages, table, lengths, start, _ = args
+    q, k_pages, v_pages, held_rows = args
+    (lengths, table), start = held_rows.paged, held_rows.query_start
     expected = torch.zeros(rows.tokens, shape[0], shape[3], dtype=torch.float64)
     for row, length in enumerate(lengths.tolist()):
         part = slice(int(start[row]), int(start[row + 1]))
@@ -102,11 +104,11 @@ def check_paged(
     return names
 
 
-LONG_ROWS = [*EVERY_ROWS, Rows("long_past", (1, 9, 0, 3), (70, 64, 50, 5), padding=2)]
+LONG_ROWS = [*EVERY_ROWS, RowCounts("long_past", (1, 9, 0, 3), (70, 64, 50, 5), padding=2)]
 
 
 @each(product(EVERY_ROWS, (1, 2, 5, 63, 64, 129, 1000), DTYPES), hooked=parts)
-def test_attention_over_a_window(rows: Rows, window: int, dtype: torch.dtype) -> None:
+def test_attention_over_a_window(rows: RowCounts, window: int, dtype: torch.dtype) -> None:
     """Windows of one token, around the blocks that kernels work in, and longer than any row."""
     check_attention(rows, SHAPES[window % 3], dtype, window)
 
@@ -116,7 +118,7 @@ def test_attention_over_a_window(rows: Rows, window: int, dtype: torch.dtype) ->
     by=lambda rows, window, page_size, shuffled: f"pages of {page_size}",
     hooked=parts,
 )
-def test_paged_attention_over_a_window(rows: Rows, window: int, page_size: int, shuffled: bool) -> None:
+def test_paged_attention_over_a_window(rows: RowCounts, window: int, page_size: int, shuffled: bool) -> None:
     """Pages that end before, at and inside a window; scattered ones leave NaN wherever nobody may read."""
     dtype = torch.bfloat16 if window in (5, 13) else torch.float32
     names = check_paged(rows, SHAPES[window % 3], shuffled, dtype, page_size, window)
@@ -125,7 +127,7 @@ def test_paged_attention_over_a_window(rows: Rows, window: int, page_size: int, 
     )
 
 
-def most_pages(rows: Rows, page_size: int) -> int:
+def most_pages(rows: RowCounts, page_size: int) -> int:
     return max(-(-(past + count) // page_size) for past, count in zip(rows.past, rows.counts, strict=True))
 
 
@@ -133,7 +135,7 @@ def most_pages(rows: Rows, page_size: int) -> int:
 @pytest.mark.parametrize("name", ["torch", "torch_rows", "torch_window"])
 def test_a_window_of_one_token_more_or_fewer_is_noticed(name: str, off: int) -> None:
     """In every row that is longer than the window, of one new token and of several."""
-    rows = Rows("rows", (1, 9, 4), (30, 28, 20))
+    rows = RowCounts("rows", (1, 9, 4), (30, 28, 20))
     args, kwargs = paged(rows, 4, 2, 16, 16, 4, shuffled=True)(Draw(torch.float32))
     with lowering.use(paged_attention=name):
         right, wrong = (ops.paged_attention(*args, **kwargs, window=window) for window in (6, 6 + off))
@@ -145,12 +147,12 @@ def test_a_window_of_one_token_more_or_fewer_is_noticed(name: str, off: int) -> 
 @pytest.mark.parametrize("name", ["torch_rows", "torch_window"])
 def test_keys_before_a_window_are_not_read(name: str) -> None:
     """Pages that lie whole before every window may hold NaN."""
-    rows = Rows("rows", (1, 3, 12), (40, 33, 50))
+    rows = RowCounts("rows", (1, 3, 12), (40, 33, 50))
     args, kwargs = paged(rows, 4, 2, 16, 16, 4, shuffled=True)(Draw(torch.float32))
-    _, k_pages, v_pages, *_, host = args
+    _, k_pages, v_pages, held_rows = args
     with lowering.use(paged_attention=name):
         clean = ops.paged_attention(*args, **kwargs, window=6)
-        for pages, past in zip(host.pages, rows.past, strict=True):
+        for pages, past in zip(held_rows.host.pages, rows.past, strict=True):
             unread = list(pages[: (past - 5) // 4])
             assert len(unread) >= 7
             k_pages[unread], v_pages[unread] = torch.nan, torch.nan
@@ -159,10 +161,10 @@ def test_keys_before_a_window_are_not_read(name: str) -> None:
 
 def test_padding_may_hold_nan() -> None:
     """Queries, keys and values of padding tokens reach no live output."""
-    rows = Rows("padded", (3, 0, 5), (0, 2, 7), padding=4)
+    rows = RowCounts("padded", (3, 0, 5), (0, 2, 7), padding=4)
     draw = Draw(torch.float32)
     q, k, v = draw.normal(12, 4, 8), draw.normal(12, 2, 8), draw.normal(12, 2, 8)
-    args, kwargs = (q, k, v, rows.query_start()), {**rows.hints(), "scale": 0.3}
+    args, kwargs = (q, k, v, rows.made()), {"scale": 0.3}
     paged_args, paged_kwargs = paged(rows, 4, 2, 8, 8, 4, shuffled=True)(draw)
     calls = [(ops.attention, args, kwargs), (ops.paged_attention, paged_args, paged_kwargs)]
     calls += [(op, xs, {**ys, "window": 3}) for op, xs, ys in calls]
@@ -178,11 +180,12 @@ def test_padding_may_hold_nan() -> None:
 def test_host_and_device_lengths_give_one_result() -> None:
     """A kernel that reads the host's lists refuses when they are only an upper bound."""
     args, kwargs = paged(VERIFY, 4, 2, 16, 16, 4, shuffled=True)(Draw(torch.float32))
-    *tensors, host = args
+    *tensors, rows = args
+    host = rows.host
     with lowering.record() as report:
-        exact = ops.paged_attention(*tensors, host, **kwargs)
+        exact = ops.paged_attention(*tensors, rows, **kwargs)
         bound = HostLengths(host.query, tuple(length + 2 for length in host.length), host.pages, exact=False)
-        inexact = ops.paged_attention(*tensors, bound, **kwargs)
+        inexact = ops.paged_attention(*tensors, replace(rows, host=bound), **kwargs)
     assert [row.kernel for row in report.rows] == ["torch_rows", "torch"]
     assert "upper bound" in report.rows[1].refused["torch_rows"]
     assert_close(exact, inexact, length=16)
@@ -212,8 +215,8 @@ def test_batch_mates_move_a_row_by_rounding_only(dtype: torch.dtype) -> None:
     def among(rows: int, at: int) -> Tensor:
         mixed = others[:rows].clone()
         mixed[at] = x[0]
-        ragged = Rows("mates", (4,) * rows, (0,) * rows)
-        y = ops.attention(*(mixed.flatten(0, 1),) * 3, ragged.query_start(), **ragged.hints(), scale=0.3)
+        mates = RowCounts("mates", (4,) * rows, (0,) * rows).made()
+        y = ops.attention(*(mixed.flatten(0, 1),) * 3, mates, scale=0.3)
         return ops.linear(y.reshape(4 * rows, 24).repeat(1, 4), weight).unflatten(0, (rows, 4))[at]
 
     alone, worst = among(1, 0), 0.0

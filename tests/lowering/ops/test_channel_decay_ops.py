@@ -13,7 +13,7 @@ from torch import Tensor
 import lowering
 from lowering import ops
 from lowering.ops import DeltaTrail, gated_delta_rule
-from tests.cases import ROWS, VERIFY, Draw, Rows, delta
+from tests.cases import ROWS, VERIFY, Draw, RowCounts, delta
 from tests.lowering.ops.test_delta_ops import gradients, kernels_for
 from tests.tolerances import assert_close
 
@@ -33,9 +33,10 @@ def recurrence(tokens: Sequence[Tensor], state: Tensor, part: slice = slice(None
     return torch.cat(outputs), s
 
 
-def by_rows(rows: Rows, args: Any) -> tuple[Tensor, Tensor]:
+def by_rows(rows: RowCounts, args: Any) -> tuple[Tensor, Tensor]:
     """The recurrence over every row: outputs (zeros for padding), and the state of each."""
-    *tokens, state, start = args
+    *tokens, state, made = args
+    start = made.query_start
     _, k, v, _, _ = tokens
     out, after = torch.zeros(v.shape, dtype=torch.float64), []
     for row in range(len(rows.counts)):
@@ -49,12 +50,12 @@ def by_rows(rows: Rows, args: Any) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("state", [False, True], ids=["fresh", "continued"])
 @pytest.mark.parametrize("rows", ROWS, ids=lambda rows: rows.name)
-def test_every_kernel_is_the_recurrence(rows: Rows, state: bool, dtype: torch.dtype) -> None:
+def test_every_kernel_is_the_recurrence(rows: RowCounts, state: bool, dtype: torch.dtype) -> None:
     """All sizes distinct, ragged rows, idle rows, padding, chunks with a tail; padding reads as zeros."""
     args, kwargs = delta(rows, 3, 3, 8, 12, state=state, keep_steps=False, channels=True)(Draw(dtype, 1))
     expected, after = by_rows(rows, args)
     names = kernels_for(args, kwargs)
-    assert (CHUNKED in names) == (kwargs["max_query"] >= 2) and "torch_chunked" not in names
+    assert (CHUNKED in names) == (max(rows.counts) >= 2) and "torch_chunked" not in names
     for name in names:
         with lowering.use(gated_delta_rule=name):
             out, new, trail = gated_delta_rule(*args, **kwargs)
@@ -93,7 +94,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 63, 64, 65, 1000])
 def test_any_gate_at_any_length_forward_and_backward(tokens: int, gate: str) -> None:
     """Sums of log decays go far beyond what float32 has an exponential for; nothing overflows, nothing cancels."""
-    rows = Rows("long", (tokens,), (0,))
+    rows = RowCounts("long", (tokens,), (0,))
     args, kwargs = delta(rows, 2, 2, 8, 6, state=True, keep_steps=False, channels=True)(Draw(torch.float32, 2))
     q, k, v, decay, beta, state, start = args
     inputs = (q, k, v, GATES[gate](torch.logit(decay.clamp(-1.99, -0.01) / -2)), beta, state)
@@ -126,7 +127,7 @@ def _with_scratch(result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("tokens", [64, 200])
 def test_nearly_equal_keys_written_at_full_strength(tokens: int, gate: str) -> None:
     """The worst triangular systems, in one chunk and in several: bounded, and as near as their condition allows."""
-    rows = Rows("long", (tokens,), (0,))
+    rows = RowCounts("long", (tokens,), (0,))
     args, kwargs = delta(rows, 2, 2, 8, 6, state=True, keep_steps=False, channels=True)(Draw(torch.float32, 4))
     q, k, v, decay, beta, state, start = args
     k, beta, decay = F.normalize(k[:1] + 1e-3 * k, dim=-1), torch.full_like(beta, 0.999), GATES[gate](decay)
@@ -145,7 +146,7 @@ def test_nearly_equal_keys_written_at_full_strength(tokens: int, gate: str) -> N
 
 def test_gradients_of_ragged_rows() -> None:
     """Equal to the float64 recurrence, zero for padding."""
-    rows = Rows("ragged", (11, 0, 3), (1,) * 3, padding=2)
+    rows = RowCounts("ragged", (11, 0, 3), (1,) * 3, padding=2)
     args, kwargs = delta(rows, 2, 2, 5, 3, state=True, keep_steps=False, channels=True)(Draw(torch.float32))
     *inputs, start = args
 
@@ -181,7 +182,7 @@ def test_a_trail_stands_after_any_token(accepted: tuple[int, ...], recurrent: to
 
 def test_a_trail_of_ragged_rows_at_strong_gates() -> None:
     """Rows shorter than the longest, an idle row; a step that forgets all before it."""
-    rows = Rows("ragged", (3, 0, 1), (2, 4, 6), padding=2)
+    rows = RowCounts("ragged", (3, 0, 1), (2, 4, 6), padding=2)
     args, kwargs = delta(rows, 3, 3, 8, 12, state=True, keep_steps=True, channels=True)(Draw(torch.float32, 5))
     args[3][1] = -300.0
     _, _, trail = gated_delta_rule(*args, **kwargs)
@@ -194,7 +195,7 @@ def test_a_trail_of_ragged_rows_at_strong_gates() -> None:
 
 def test_nothing_reads_padding() -> None:
     """NaN in padding tokens and in the scratch slot reaches no live output or state."""
-    rows = Rows("padded", (9, 0, 2), (1, 1, 1), padding=4)
+    rows = RowCounts("padded", (9, 0, 2), (1, 1, 1), padding=4)
     args, kwargs = delta(rows, 3, 3, 8, 12, state=True, keep_steps=False, channels=True)(Draw(torch.float32, 6))
     dirty = [x.clone() for x in args[:6]]
     for x in dirty[:5]:
@@ -210,13 +211,13 @@ def test_nothing_reads_padding() -> None:
 @pytest.mark.parametrize("name", [STEP, CHUNKED])
 def test_a_decayed_state_keeps_no_denormal_numbers(name: str) -> None:
     """Channels that fade become exact zeros; those that do not stay."""
-    rows = Rows("decode", (1, 1), (3, 3)) if name == STEP else Rows("prompt", (50, 50), (3, 3))
+    rows = RowCounts("decode", (1, 1), (3, 3)) if name == STEP else RowCounts("prompt", (50, 50), (3, 3))
     args, kwargs = delta(rows, 2, 2, 8, 6, state=True, keep_steps=False, channels=True)(Draw(torch.float32))
     q, k, v, decay, beta, state, start = args
     first, fading = state.clone(), torch.arange(8) % 2 == 0
     decay = torch.where(fading, -0.4, 0.0).expand_as(decay)
     with lowering.use(gated_delta_rule=name):
-        for _ in range(400 // kwargs["max_query"]):
+        for _ in range(400 // max(rows.counts)):
             _, state, _ = gated_delta_rule(q, k, v, decay, beta * 0, state, start, **kwargs)
             assert not ((state[:-1] != 0) & (state[:-1].abs() < torch.finfo(torch.float32).tiny)).any()
     assert not state[:-1, ..., fading].any()

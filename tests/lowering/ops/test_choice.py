@@ -29,7 +29,7 @@ from lowering.policy import from_environment
 from lowering.target import named
 from lowering.weights import PreparedWeight, plain
 from params import TensorSpec
-from tests.cases import CASES, DECODE_1, Case, Draw, Rows, cases_of, delta
+from tests.cases import CASES, DECODE_1, Case, Draw, RowCounts, cases_of, delta
 from tests.each import each, try_all
 from tests.tiny import SIZES
 
@@ -457,7 +457,8 @@ def test_a_dry_run_goes_once_a_signature(doubled: Op) -> None:
 
 def test_explain_gives_the_cost_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A value read during explain is an error of the fake tensors, so none is read."""
-    args, kwargs = delta(Rows("long", (2000,), (0,)), 2, 4, 8, 8, state=True, keep_steps=False)(Draw(torch.float32))
+    rows = RowCounts("long", (2000,), (0,))
+    args, kwargs = delta(rows, 2, 4, 8, 8, state=True, keep_steps=False)(Draw(torch.float32))
     report = lowering.explain(ops.gated_delta_rule, *args, **kwargs)
     assert [row.kernel for row in report.rows] == ["torch_chunked"]
 
@@ -481,8 +482,9 @@ def test_the_environment_sets_the_policy(given: str, expected: dict[str, str], m
 )
 def test_a_process_takes_its_policy_from_the_environment(given: str, shown: str) -> None:
     """A mistake in it is an error at import, not a silent default."""
-    code = "import torch; from lowering import ops; x = torch.ones(1, 1, 1); start = torch.tensor([0, 1])\n"
-    code += "print(ops.attention.explain(x, x, x, start, max_query=1, uniform=True, scale=1.0).kernel.name)"
+    code = "import torch; from lowering import Rows, ops; x = torch.ones(1, 1, 1)\n"
+    code += "rows = Rows(torch.tensor([0, 1]), max_query=1, uniform=True)\n"
+    code += "print(ops.attention.explain(x, x, x, rows, scale=1.0).kernel.name)"
     environment = {**os.environ, "FUNCMODELS_LOWERING": given, "OMP_NUM_THREADS": "1"}
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True)
@@ -574,8 +576,8 @@ def test_one_decode_step_chooses_the_step_kernel() -> None:
     chosen = {}
     for name, rows in {
         "one": DECODE_1,
-        "some": Rows("some", (1, 0), (1, 1)),
-        "few": Rows("few", (2, 2), (1, 1)),
+        "some": RowCounts("some", (1, 0), (1, 1)),
+        "few": RowCounts("few", (2, 2), (1, 1)),
     }.items():
         args, kwargs = delta(rows, 2, 4, 8, 8, state=True, keep_steps=False)(Draw(torch.float32))
         chosen[name] = ops.gated_delta_rule.explain(*args, **kwargs).kernel.name
@@ -586,12 +588,11 @@ def test_one_decode_step_chooses_the_step_kernel() -> None:
 def test_a_policy_is_carried_to_threads_and_recomputations(repeats: int) -> None:
     """The kernels of the two choices save other tensors for the backward, so a recomputation by others fails."""
     q, k, v = (torch.randn(6, 2, 8, requires_grad=True) for _ in range(3))
-    rows: dict[str, Any] = {"max_query": 3, "uniform": True, "scale": 0.4}
-    starts, run = torch.tensor([0, 3, 6], dtype=torch.int32), list[str]()
+    rows, run = RowCounts("two", (3, 3), (0, 0)).made(), list[str]()
 
     def attended() -> Tensor:
-        run.append(ops.attention.explain(q, k, v, starts, **rows).kernel.name)
-        return ops.attention(q, k, v, starts, **rows).sum()
+        run.append(ops.attention.explain(q, k, v, rows, scale=0.4).kernel.name)
+        return ops.attention(q, k, v, rows, scale=0.4).sum()
 
     with lowering.use(attention="torch"):
         expected, here = attended(), lowering.in_force()

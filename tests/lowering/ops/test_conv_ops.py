@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowering import ops
 from lowering.ops import WindowTrail
-from tests.cases import ROWS, Draw, Rows
+from tests.cases import ROWS, Draw, RowCounts
 from tests.tolerances import assert_close
 
 
@@ -26,15 +26,15 @@ def convolved(x: Tensor, weight: Tensor, window: Tensor) -> tuple[Tensor, Tensor
     return out, inputs[inputs.shape[0] - (width - 1) :]
 
 
-def call(rows: Rows, x: Tensor, weight: Tensor, window: Tensor | None, **kwargs: Any) -> Any:
+def call(rows: RowCounts, x: Tensor, weight: Tensor, window: Tensor | None, **kwargs: Any) -> Any:
     """`short_conv` over these rows."""
-    return ops.short_conv(x, weight, window, rows.query_start(), **rows.hints(), **{"keep_steps": False, **kwargs})
+    return ops.short_conv(x, weight, window, rows.made(), **{"keep_steps": False, **kwargs})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("rows", ROWS[:-1], ids=lambda rows: rows.name)
-def test_outputs_and_windows(rows: Rows, width: int, dtype: torch.dtype) -> None:
+def test_outputs_and_windows(rows: RowCounts, width: int, dtype: torch.dtype) -> None:
     """Ragged, idle and padded rows; the window is exact, an idle row's is its old one, and so is the scratch slot."""
     draw = Draw(dtype)
     x, weight = draw.normal(rows.tokens, 3), draw.normal(3, width)
@@ -60,10 +60,10 @@ def test_a_split_prompt_is_the_whole_prompt(splits: tuple[int, ...]) -> None:
     """Splits shorter than the window first: the window is part old, part new."""
     draw = Draw(torch.float32)
     x, weight, window = draw.normal(11, 5), draw.normal(5, 4), torch.zeros(2, 3, 5)
-    whole, last, _ = call(Rows("whole", (11,), (0,)), x, weight, window)
+    whole, last, _ = call(RowCounts("whole", (11,), (0,)), x, weight, window)
     parts = []
     for count, part in zip(splits, x.split(splits), strict=True):
-        y, window, _ = call(Rows("part", (count,), (0,)), part, weight, window)
+        y, window, _ = call(RowCounts("part", (count,), (0,)), part, weight, window)
         parts.append(y)
     assert_close(torch.cat(parts), whole, length=4)
     assert torch.equal(window[0], last[0])
@@ -72,7 +72,7 @@ def test_a_split_prompt_is_the_whole_prompt(splits: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("counts", [(4, 4, 4), (3, 0, 1)], ids=["uniform", "ragged"])
 def test_a_trail_stands_after_any_token(counts: tuple[int, ...]) -> None:
     """For every accepted count of every row; the state's own dtype is the caller's to restore."""
-    draw, rows = Draw(torch.float32), Rows("verify", counts, (5, 2, 0), padding=0 if counts[1] else 2)
+    draw, rows = Draw(torch.float32), RowCounts("verify", counts, (5, 2, 0), padding=0 if counts[1] else 2)
     x, weight, window = draw.normal(rows.tokens, 5), draw.normal(5, 4), draw.normal(4, 3, 5)
     y, kept, trail = call(rows, x, weight, window, keep_steps=True)
     assert_close(y, call(rows, x, weight, window)[0], length=4)
@@ -88,7 +88,7 @@ def test_a_trail_stands_after_any_token(counts: tuple[int, ...]) -> None:
 
 def test_nothing_reads_padding() -> None:
     """NaN in padding and in the scratch slot reaches no live output or window."""
-    draw, rows = Draw(torch.float32), Rows("padded", (2, 0, 5), (1, 1, 1), padding=3)
+    draw, rows = Draw(torch.float32), RowCounts("padded", (2, 0, 5), (1, 1, 1), padding=3)
     x, weight, window = draw.normal(rows.tokens, 5), draw.normal(5, 4), draw.normal(4, 3, 5)
     y, after, _ = call(rows, x, weight, window)
     x[7:], window[-1] = torch.nan, torch.nan

@@ -13,7 +13,7 @@ from torch import Tensor
 import lowering
 from lowering import ops
 from lowering.ops import DeltaInputs, DeltaTrail, gated_delta_rule
-from tests.cases import ROWS, VERIFY, Draw, Rows, delta
+from tests.cases import ROWS, VERIFY, Draw, RowCounts, delta
 from tests.tolerances import assert_close
 
 
@@ -35,9 +35,10 @@ def recurrence(tokens: Sequence[Tensor], part: slice, state: Tensor) -> tuple[Te
     return torch.stack(stacked) if stacked else v.double(), torch.stack(heads)
 
 
-def by_rows(rows: Rows, args: Any) -> tuple[Tensor, Tensor]:
+def by_rows(rows: RowCounts, args: Any) -> tuple[Tensor, Tensor]:
     """The recurrence over every row: outputs (zeros for padding), and the state with its scratch slot untouched."""
-    _, k, v, _, _, state, start = args
+    _, k, v, _, _, state, made = args
+    start = made.query_start
     out, slots = torch.zeros(v.shape, dtype=torch.float64), []
     for row in range(len(rows.counts)):
         part = slice(int(start[row]), int(start[row + 1]))
@@ -59,7 +60,7 @@ def kernels_for(args: Any, kwargs: Any) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("state", [False, True], ids=["fresh", "continued"])
 @pytest.mark.parametrize("rows", ROWS, ids=lambda rows: rows.name)
-def test_every_kernel_is_the_recurrence(rows: Rows, state: bool, dtype: torch.dtype) -> None:
+def test_every_kernel_is_the_recurrence(rows: RowCounts, state: bool, dtype: torch.dtype) -> None:
     """All sizes distinct, ragged rows, idle rows, padding, chunks with a tail; padding reads as zeros."""
     args, kwargs = delta(rows, 2, 6, 8, 12, state=state, keep_steps=False)(Draw(dtype, 1))
     expected, after = by_rows(rows, args)
@@ -97,7 +98,7 @@ def gates(kind: str, tokens: int, heads: int) -> Tensor:
 @pytest.mark.parametrize("keys", ["random", "nearly_equal"])
 def test_extreme_gates_stay_finite_forward_and_backward(kind: str, keys: str) -> None:
     """Chunk sums of log decays reach -320 and far beyond; exp of the positive difference would overflow."""
-    rows = Rows("long", (150,), (0,))
+    rows = RowCounts("long", (150,), (0,))
     (q, k, v, decay, beta, state, start), kwargs = delta(rows, 1, 2, 8, 6, state=True, keep_steps=False)(
         Draw(torch.float32, 2)
     )
@@ -141,7 +142,7 @@ def by_rows_differentiably(
 @pytest.mark.parametrize("past", [0, 1])
 def test_gradients_of_every_kernel(past: int) -> None:
     """Ragged rows and padding: equal to the float64 recurrence, zero for padding."""
-    rows = Rows("ragged", (11, 0, 3), (past,) * 3, padding=2)
+    rows = RowCounts("ragged", (11, 0, 3), (past,) * 3, padding=2)
     args, kwargs = delta(rows, 2, 4, 5, 3, state=True, keep_steps=False)(Draw(torch.float32))
     *inputs, start = args
 
@@ -180,7 +181,7 @@ def test_a_trail_stands_after_any_token(accepted: tuple[int, ...], recurrent: to
 
 def test_a_trail_of_ragged_rows() -> None:
     """Rows shorter than the longest, an idle row: each stands after its own tokens."""
-    rows = Rows("ragged", (3, 0, 1), (2, 4, 6), padding=2)
+    rows = RowCounts("ragged", (3, 0, 1), (2, 4, 6), padding=2)
     args, kwargs = delta(rows, 2, 6, 8, 12, state=True, keep_steps=True)(Draw(torch.float32, 5))
     for name in kernels_for(args, kwargs):
         with lowering.use(gated_delta_rule=name):
@@ -208,7 +209,7 @@ def test_a_row_that_accepts_nothing_may_hold_nan(channels: bool) -> None:
 
 def test_nothing_reads_padding() -> None:
     """NaN in padding tokens and in the scratch slot reaches no live output or state."""
-    rows = Rows("padded", (9, 0, 2), (1, 1, 1), padding=4)
+    rows = RowCounts("padded", (9, 0, 2), (1, 1, 1), padding=4)
     args, kwargs = delta(rows, 2, 6, 8, 12, state=True, keep_steps=False)(Draw(torch.float32, 6))
     dirty = [x.clone() for x in args[:6]]
     for x in dirty[:5]:
@@ -248,7 +249,7 @@ def test_l2_norm(dtype: torch.dtype) -> None:
 
 def test_a_decayed_state_keeps_no_denormal_numbers() -> None:
     """Without writes it fades to exact zeros; rounding to nearest would hold the smallest denormals for good."""
-    rows = Rows("decode", (1, 1), (3, 3))
+    rows = RowCounts("decode", (1, 1), (3, 3))
     (q, k, v, decay, beta, state, start), kwargs = delta(rows, 2, 4, 8, 6, state=True, keep_steps=False)(
         Draw(torch.float32)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, product
 from typing import Any
 
@@ -13,10 +14,10 @@ from torch import Tensor
 
 import lowering
 from lowering import LoweringError, ops
-from lowering.host import HostLengths
 from lowering.layouts import LAYOUTS, NdPages, NzPages, Pages, layout_for
+from lowering.ops import LatentPools, LatentQueries, Latents
 from params.tree import map
-from tests.cases import Draw, Rows, latent_rows
+from tests.cases import Draw, RowCounts, latent_rows
 from tests.each import each, try_all
 from tests.tolerances import assert_close
 from tests.typechecker import HOOKED, check
@@ -30,18 +31,18 @@ Calls = tuple[tuple[Any, ...], dict[str, Any]]
 
 def dense(args: Sequence[Any], scale: float, v_dim: int) -> Tensor:
     """The formula, head by head and row by row, on keys that stand one after another."""
-    q_nope, q_rope, latent, _, latent_pages, rope_pages, up, table, lengths, start, _ = args
-    heads = q_nope.shape[1]
-    both = up.double().reshape(heads, -1, latent.shape[1])
-    out = torch.zeros(q_nope.shape[0], heads, v_dim, dtype=torch.float64)
+    q, new, pages, up, rows = args
+    (lengths, table), start, heads = rows.paged, rows.query_start, q.nope.shape[1]
+    both = up.double().reshape(heads, -1, new.latent.shape[1])
+    out = torch.zeros(q.nope.shape[0], heads, v_dim, dtype=torch.float64)
     for row, length in enumerate(lengths.tolist()):
         first, last = start[row : row + 2].tolist()
-        c = logical(latent_pages, table[row], length)
+        c = logical(pages.latent, table[row], length)
         for head in range(heads):
             k, v = c @ both[head, :-v_dim].T, c @ both[head, -v_dim:].T
-            scores = q_nope[first:last, head].double() @ k.T
-            if q_rope is not None:
-                scores += q_rope[first:last, head].double() @ logical(rope_pages, table[row], length).T
+            scores = q.nope[first:last, head].double() @ k.T
+            if q.rope is not None:
+                scores += q.rope[first:last, head].double() @ logical(pages.rope, table[row], length).T
             later = torch.arange(length) > torch.arange(length - (last - first), length)[:, None]
             out[first:last, head] = (scores * scale).masked_fill(later, -torch.inf).softmax(-1) @ v
     return out
@@ -71,14 +72,14 @@ def assert_near(found: Tensor, exact: Tensor, live: int) -> None:
 
 
 BATCHES = {
-    "decode": Rows("decode", (1, 1, 1, 1), (0, 1, 130, 300)),
-    "verify": Rows("verify", (4, 4, 4), (1, 127, 128)),
-    "mixed": Rows("mixed", (257, 0, 1, 33, 0, 130), (0, 300, 128, 0, 0, 127), padding=5),
-    "idle": Rows("idle", (0, 0, 3), (5, 0, 0), padding=2),
+    "decode": RowCounts("decode", (1, 1, 1, 1), (0, 1, 130, 300)),
+    "verify": RowCounts("verify", (4, 4, 4), (1, 127, 128)),
+    "mixed": RowCounts("mixed", (257, 0, 1, 33, 0, 130), (0, 300, 128, 0, 0, 127), padding=5),
+    "idle": RowCounts("idle", (0, 0, 3), (5, 0, 0), padding=2),
 }
 
 
-def check_every_kernel(args: Sequence[Any], hints: dict[str, Any], rows: Rows) -> None:
+def check_every_kernel(args: Sequence[Any], hints: dict[str, Any], rows: RowCounts) -> None:
     """Against one computation of the formula."""
     exact = dense(args, hints["scale"], hints["v_dim"])
     try_all(
@@ -101,21 +102,21 @@ def test_every_kernel_is_dense_attention(layout: tuple[str, int], batch: str, dt
 @pytest.mark.parametrize(
     ("heads", "rows"),
     [
-        (2, Rows("long", (257,), (2048,))),
-        (8, Rows("verify", (8, 8), (2048, 5))),
-        (16, Rows("decode", (1, 1), (700, 0))),
-        (128, Rows("many_heads", (3, 1), (40, 129))),
+        (2, RowCounts("long", (257,), (2048,))),
+        (8, RowCounts("verify", (8, 8), (2048, 5))),
+        (16, RowCounts("decode", (1, 1), (700, 0))),
+        (128, RowCounts("many_heads", (3, 1), (40, 129))),
     ],
     ids=str,
 )
-def test_real_widths(heads: int, rows: Rows) -> None:
+def test_real_widths(heads: int, rows: RowCounts) -> None:
     args, hints = latent_rows(rows, heads, 128, 64, 128, 512, 128)(Draw(torch.float32))
     check_every_kernel(args, hints, rows)
 
 
 def test_the_mixed_batch_works_in_one_call() -> None:
     """Ten prompts of hundreds of tokens, of which the first stands on a prefix."""
-    rows = Rows("mixed_batch", NEW, (768, *(0,) * 9))
+    rows = RowCounts("mixed_batch", NEW, (768, *(0,) * 9))
     args, hints = latent_rows(rows, 2, 8, 4, 6, 16, 128)(Draw(torch.float32))
     check_every_kernel(args, hints, rows)
 
@@ -140,7 +141,7 @@ def test_large_logits(dtype: torch.dtype) -> None:
 def test_without_rope() -> None:
     rows = BATCHES["mixed"]
     args, hints = latent_rows(rows, 3, 7, 0, 5, 11, 5)(Draw(torch.float32))
-    assert args[1] is args[3] is args[5] is None
+    assert [part.rope for part in args[:3]] == [None] * 3
     check_every_kernel(args, hints, rows)
 
 
@@ -165,9 +166,10 @@ def test_float64_stays_float64() -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_gradients_through_pages_and_new_latents(kernel: str) -> None:
     """A kernel may read a new token's latent in the pages or beside them; with the write both are one."""
-    rows = Rows("small", (3, 0, 6), (5, 2, 0), padding=1)
+    rows = RowCounts("small", (3, 0, 6), (5, 2, 0), padding=1)
     args, hints = latent_rows(rows, 2, 6, 4, 5, 12, 4)(Draw(torch.float64))
-    q_nope, q_rope, latent, rope, latent_pages, rope_pages, up, table, lengths, start, host = args
+    q, new, pages, up, made = args
+    table = made.page_table
     places = torch.cat([table[row].long().repeat_interleave(4) * 4 for row in (0, 2)])
     at = torch.cat([torch.arange(past, past + count) for past, count in ((5, 3), (0, 6))])
     first = torch.cat([torch.full((count,), row) for row, count in ((0, 3), (2, 6))])
@@ -175,12 +177,11 @@ def test_gradients_through_pages_and_new_latents(kernel: str) -> None:
     assert len(places) and len(slots) == rows.tokens
 
     def loss(q_nope: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, old: Tensor, up: Tensor) -> Tensor:
-        pools = map(torch.clone, (NdPages(old.nan_to_num()), rope_pages))
-        pools = ops.write_latents(*pools, latent, rope, slots)
-        rest = (up, table, lengths, start, host)
-        return ops.mla_prefix_attention(q_nope, q_rope, latent, rope, *pools, *rest, **hints).square().sum()
+        pools, new = map(torch.clone, LatentPools(NdPages(old.nan_to_num()), pages.rope)), Latents(latent, rope)
+        pools = ops.write_latents(pools, new, slots)
+        return ops.mla_prefix_attention(LatentQueries(q_nope, q_rope), new, pools, up, made, **hints).square().sum()
 
-    inputs = (q_nope, q_rope, latent, rope, latent_pages.values, up)
+    inputs = (q.nope, q.rope, new.latent, new.rope, pages.latent.values, up)
     with lowering.use(mla_prefix_attention="torch"):
         expected = torch.func.grad(loss, tuple(range(6)))(*inputs)
     with lowering.use(mla_prefix_attention=kernel):
@@ -202,7 +203,8 @@ def test_written_latents_are_where_the_layout_says(layout: str) -> None:
     for pool in pools:
         pool.values.fill_(torch.nan)
     latent, rope, slots = draw.normal(5, 32), draw.normal(5, 16), torch.tensor([9, 0, 4, 11, 3], dtype=torch.int32)
-    assert [*ops.write_latents(*pools, latent, rope, slots)] == pools
+    both = LatentPools(*pools)
+    assert ops.write_latents(both, Latents(latent, rope), slots) == both
     for pool, new in zip(pools, (latent, rope), strict=True):
         found = logical(pool, torch.arange(4), 12)
         assert torch.equal(found[slots.long()], new.bfloat16().double())
@@ -214,18 +216,20 @@ def test_normed_and_turned_before_they_are_written() -> None:
     pools = [NdPages.empty(3, 4, width, torch.float32, torch.device("cpu")) for width in (10, 6)]
     kv, weight, angles = draw.normal(5, 16), draw.normal(10), draw.uniform(-3, 3, 5, 3)
     slots = torch.tensor([4, 9, 5, 11, 6])
-    *written, latent, rope = ops.latent_norm_rope_write(*pools, kv, weight, angles.cos(), angles.sin(), slots, eps=0.1)
+    turned = (angles.cos(), angles.sin())
+    written, new = ops.latent_norm_rope_write(LatentPools(*pools), kv, weight, *turned, slots, eps=0.1)
     wide = kv.double()
     c = wide[:, :10] / (wide[:, :10].square().mean(-1, keepdim=True) + 0.1).sqrt() * weight
     pairs = torch.complex(wide[:, 10::2], wide[:, 11::2]) * torch.polar(torch.ones(5, 3).double(), angles.double())
-    assert_close(latent, c)
-    assert_close(rope, torch.cat((pairs.real, pairs.imag), -1))
-    for pool, new in zip(written, (latent, rope), strict=True):
-        assert torch.equal(pool.values.flatten(0, 1)[slots], new)
-    *_, plain, untouched = ops.latent_norm_rope_write(*pools, kv, weight, None, None, slots, eps=0.1)
-    assert torch.equal(plain, latent) and torch.equal(untouched, kv[:, 10:])
-    *_, alone, none = ops.latent_norm_rope_write(pools[0], None, kv[:, :10], weight, None, None, slots, eps=0.1)
-    assert torch.equal(alone, latent) and none is None
+    assert_close(new.latent, c)
+    assert_close(new.rope, torch.cat((pairs.real, pairs.imag), -1))
+    for pool, held in zip((written.latent, written.rope), (new.latent, new.rope), strict=True):
+        assert torch.equal(pool.values.flatten(0, 1)[slots], held)
+    _, plain = ops.latent_norm_rope_write(LatentPools(*pools), kv, weight, None, None, slots, eps=0.1)
+    assert torch.equal(plain.latent, new.latent) and torch.equal(plain.rope, kv[:, 10:])
+    alone = LatentPools(pools[0], None)
+    _, alone = ops.latent_norm_rope_write(alone, kv[:, :10], weight, None, None, slots, eps=0.1)
+    assert torch.equal(alone.latent, new.latent) and alone.rope is None
 
 
 # Layouts as types
@@ -254,9 +258,10 @@ def test_tiled_pages_give_what_plain_ones_give(page_size: int) -> None:
 def test_an_unconverted_read_is_seen() -> None:
     """The bytes of tiled pages taken for plain ones give another result."""
     args, hints = latent_rows(BATCHES["verify"], 2, 24, 16, 20, 32, 16, layout="nz")(Draw(torch.float32))
-    pages = [NdPages(x.values.nan_to_num().reshape(-1, x.page_size, x.width)) for x in args[4:6]]
+    pools = (args[2].latent, args[2].rope)
+    pages = LatentPools(*(NdPages(x.values.nan_to_num().reshape(-1, x.page_size, x.width)) for x in pools))
     with pytest.raises(AssertionError):
-        assert_near(run((*args[:4], *pages, *args[6:]), hints, "torch"), dense(args, hints["scale"], 20), 12)
+        assert_near(run((*args[:2], pages, *args[3:]), hints, "torch"), dense(args, hints["scale"], 20), 12)
 
 
 def test_a_function_of_plain_pages_rejects_tiled_ones() -> None:
@@ -296,16 +301,16 @@ def test_layouts_for_targets() -> None:
 # Which kernel
 
 
-def chosen(rows: Rows, exact: bool = True) -> lowering.Choice:
-    args, hints = latent_rows(rows, 2, 8, 4, 6, 16, 16)(Draw(torch.float32))
-    host = args[-1]
-    args = (*args[:-1], HostLengths(host.query, host.length, host.pages, exact=exact))
-    return ops.mla_prefix_attention.explain(*args, **hints)
+def chosen(counts: RowCounts, exact: bool = True) -> lowering.Choice:
+    args, hints = latent_rows(counts, 2, 8, 4, 6, 16, 16)(Draw(torch.float32))
+    *others, rows = args
+    rows = replace(rows, host=replace(rows.host, exact=exact))
+    return ops.mla_prefix_attention.explain(*others, rows, **hints)
 
 
 def test_the_rule_of_order_and_its_sentence() -> None:
     """Absorbed for decoding, verifying and short prompts; one row at a time for long ones; both without host reads."""
-    few, many = Rows("few", (100, 4), (9, 0)), Rows("many", (101,), (0,))
+    few, many = RowCounts("few", (100, 4), (9, 0)), RowCounts("many", (101,), (0,))
     assert chosen(few).kernel.name == "torch_absorbed_rows"
     assert chosen(few, exact=False).kernel.name == "torch_absorbed"
     assert chosen(many).kernel.name == "torch_concat"
@@ -320,7 +325,7 @@ def test_the_rule_of_order_and_its_sentence() -> None:
 
 
 def test_a_policy_overrides_the_rule() -> None:
-    args, hints = latent_rows(Rows("many", (101,), (0,)), 2, 8, 4, 6, 16, 16)(Draw(torch.float32))
+    args, hints = latent_rows(RowCounts("many", (101,), (0,)), 2, 8, 4, 6, 16, 16)(Draw(torch.float32))
     with lowering.use(mla_prefix_attention="torch_absorbed"), lowering.record() as report:
         ops.mla_prefix_attention(*args, **hints)
     assert [(row.kernel, row.refused) for row in report.rows] == [("torch_absorbed", {})]

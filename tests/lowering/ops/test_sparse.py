@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,6 +18,8 @@ from lowering import OPS, Policy, ops
 from lowering.host import HostLengths
 from lowering.ops.sparse import as_pages, selects_all
 from lowering.portable import sparse
+from params import tree
+from tests.cases import RowCounts
 from tests.tolerances import assert_close
 
 SCORES = ("torch", "torch_rows", "torch_blocked")
@@ -45,7 +47,7 @@ class Sizes:
         return self.top_k * self.ratio + self.ratio - 1
 
 
-class Rows:
+class Fed:
     """Random rows whose tokens are fed in chunks, with pages in no order and NaN wherever nothing was written."""
 
     def __init__(self, sizes: Sizes, most: list[int], seed: int, whole: bool = False) -> None:
@@ -86,23 +88,18 @@ class Rows:
         slots = [int(self.table[row, place // s.page_size]) * s.page_size + place % s.page_size for row, place in at]
         slots = torch.tensor([*slots, *(place % s.page_size for place in range(padding))])
         ops.write_pages(*self.pools, taken(self.k), taken(self.v), slots)
-        ops.index_keys(
-            self.raw_pages, self.index_pages, taken(self.raw), self.weight, slots, self.table, self.lengths, start,
-            eps=EPS, rotary_dim=s.rotary_dim, theta=THETA,
-        )  # fmt: skip
         uniform = len(set(counts)) == 1 and not padding
-        return {
-            "q": taken(self.q), "qi": taken(self.qi), "start": start, "max_query": max(counts), "uniform": uniform,
-            "at": at,
-        }  # fmt: skip
+        rows = lowering.Rows(start, self.lengths, self.table, max_query=max(counts), uniform=uniform)
+        pools, pooling = (self.raw_pages, self.index_pages), {"rotary_dim": s.rotary_dim, "theta": THETA}
+        ops.index_keys(*pools, taken(self.raw), self.weight, slots, rows, eps=EPS, **pooling)
+        return {"q": taken(self.q), "qi": taken(self.qi), "rows": rows, "at": at}
 
     def attended(self, chunk: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Blocks, tokens and outputs of a chunk, through the ops."""
-        s, rows = self.sizes, (self.table, self.lengths, chunk["start"])
-        hints = {"max_query": chunk["max_query"], "uniform": chunk["uniform"]}
-        found = ops.index_scores_topk(chunk["qi"], self.index_pages, *rows, ratio=s.ratio, top_k=s.top_k, **hints)
-        places = ops.expand_blocks(found, *rows[1:], ratio=s.ratio)
-        return found, places, ops.sparse_attention(chunk["q"], *self.pools, places, *rows, scale=0.3)
+        s, rows = self.sizes, chunk["rows"]
+        found = ops.index_scores_topk(chunk["qi"], self.index_pages, rows, ratio=s.ratio, top_k=s.top_k)
+        places = ops.expand_blocks(found, rows, ratio=s.ratio)
+        return found, places, ops.sparse_attention(chunk["q"], *self.pools, places, rows, scale=0.3)
 
     def key(self, row: int, block: int) -> Tensor:
         """The block's key by the formula, in float64 but for the rounding of the mean."""
@@ -159,7 +156,7 @@ CHUNKS = [[5, 0, 1, 40], [1, 7, 1, 1], [0, 1, 17, 2], [33, 4, 3, 0], [1, 1, 1, 1
 @pytest.mark.parametrize("padding", [0, 3])
 def test_chunks_equal_the_formula(sizes: Sizes, kernel: str, padding: int) -> None:
     """Ragged and idle rows, page boundaries, lengths below and beyond the budget: blocks, tokens and outputs."""
-    rows = Rows(sizes, [sum(column) for column in zip(*CHUNKS, strict=True)], seed=sizes.ratio + padding)
+    rows = Fed(sizes, [sum(column) for column in zip(*CHUNKS, strict=True)], seed=sizes.ratio + padding)
     with lowering.use(index_scores_topk=kernel, sparse_attention=kernel):
         for counts in CHUNKS:
             chunk = rows.chunk(counts, padding)
@@ -184,7 +181,7 @@ def test_chunks_equal_the_formula(sizes: Sizes, kernel: str, padding: int) -> No
 def test_of_equal_scores_the_lower_block_wins(kernel: str, seed: int) -> None:
     """Whole numbers as keys, so that scores are exact and often equal; NaN in all other slots."""
     sizes = Sizes(index_dim=4, rotary_dim=2, top_k=5)
-    rows = Rows(sizes, [131, 64], seed, whole=True)
+    rows = Fed(sizes, [131, 64], seed, whole=True)
     chunk, ties = rows.chunk([131, 64]), 0
     rows.index_pages[...] = torch.where(rows.index_pages.isnan(), rows.index_pages, rows.drawn(*rows.index_pages.shape))
     with lowering.use(index_scores_topk=kernel):
@@ -203,7 +200,7 @@ def test_any_count_of_drafted_tokens_may_be_dropped(ratio: int, width: int) -> N
     sizes = Sizes(ratio=ratio, page_size=2 * ratio)
     for phase, accepted in itertools.product(range(ratio), range(width + 1)):
         first = 3 * ratio + phase
-        rows, plain = (Rows(sizes, [first + accepted + 3 * ratio], seed=phase) for _ in range(2))
+        rows, plain = (Fed(sizes, [first + accepted + 3 * ratio], seed=phase) for _ in range(2))
         rows.chunk([first])
         kept = [x.clone() for x in rows.raw]
         rows.raw[0][first + accepted : first + width] = 7.0
@@ -218,7 +215,7 @@ def test_any_count_of_drafted_tokens_may_be_dropped(ratio: int, width: int) -> N
 @pytest.mark.parametrize("width", [1, 2, 9])
 def test_every_row_may_complete_a_block_at_once(width: int) -> None:
     """The most blocks that so many tokens can complete: one more in each row than whole blocks of new tokens."""
-    rows = Rows(Sizes(), [3 + width] * 5, seed=width)
+    rows = Fed(Sizes(), [3 + width] * 5, seed=width)
     rows.chunk([3] * 5)
     rows.chunk([width] * 5)
     for row in range(5):
@@ -228,7 +225,7 @@ def test_every_row_may_complete_a_block_at_once(width: int) -> None:
 
 def test_blocks_that_are_not_complete_are_not_written() -> None:
     """Only the slots of completed blocks, and the scratch page, change."""
-    rows = Rows(Sizes(), [40, 9, 30], seed=5)
+    rows = Fed(Sizes(), [40, 9, 30], seed=5)
     rows.chunk([13, 2, 0])
     before = rows.index_pages.clone()
     rows.chunk([6, 1, 9], padding=9)
@@ -272,7 +269,7 @@ def test_the_selection_is_that_of_transformers(kernel: str, tokens: int, left: i
     q = ops.gemma_rms_norm(mixed[:, :-1], indexer.q_layernorm.weight, eps=EPS)
     angles = ops.rotary_angles(torch.arange(tokens), rotary_dim=sizes.rotary_dim, theta=THETA)
     q, _ = ops.rotary(q, q, *angles)
-    rows = Rows(sizes, [tokens], seed=0)
+    rows = Fed(sizes, [tokens], seed=0)
     rows.raw, rows.qi, rows.weight = [mixed[:, -1]], [q], indexer.k_layernorm.weight
     with lowering.use(index_scores_topk=kernel):
         _, places, _ = rows.attended(rows.chunk([tokens]))
@@ -282,31 +279,30 @@ def test_the_selection_is_that_of_transformers(kernel: str, tokens: int, left: i
     assert bool((expected == visible[left:, left:]).all()) == (tokens < 12)
 
 
-def stateless(rows: Rows, counts: list[int], padding: int = 0) -> tuple[Tensor, Tensor]:
+def stateless(rows: Fed, counts: list[int], padding: int = 0) -> tuple[Tensor, Tensor]:
     """Tokens and outputs of the first `counts` tokens, each row as one page."""
     s, chunk = rows.sizes, rows.chunk(counts, padding)
 
     def paged(values: list[Tensor]) -> Tensor:
         live = torch.cat([x[:count] for x, count in zip(values, counts, strict=True)])
         live = torch.cat((live, live.new_full((padding, *live.shape[1:]), torch.nan)))
-        return as_pages(live, chunk["start"], chunk["max_query"], chunk["uniform"], s.ratio)
+        return as_pages(live, chunk["rows"], s.ratio)
 
     raw = paged(rows.raw).unflatten(1, (-1, s.ratio))
     positions = torch.arange(raw.shape[1]).expand(raw.shape[:2]) * s.ratio
     keys = ops.pool_keys(raw, positions, rows.weight, eps=EPS, rotary_dim=s.rotary_dim, theta=THETA)
-    one = (torch.arange(len(counts), dtype=torch.int32)[:, None], chunk["start"].diff(), chunk["start"])
-    hints = {"max_query": chunk["max_query"], "uniform": chunk["uniform"]}
-    found = ops.index_scores_topk(chunk["qi"].detach(), keys, *one, ratio=s.ratio, top_k=s.top_k, **hints)
-    places = ops.expand_blocks(found, *one[1:], ratio=s.ratio)
-    return places, ops.sparse_attention(chunk["q"], paged(rows.k), paged(rows.v), places, *one, scale=0.3)
+    one = chunk["rows"].alone()
+    found = ops.index_scores_topk(chunk["qi"].detach(), keys, one, ratio=s.ratio, top_k=s.top_k)
+    places = ops.expand_blocks(found, one, ratio=s.ratio)
+    return places, ops.sparse_attention(chunk["q"], paged(rows.k), paged(rows.v), places, one, scale=0.3)
 
 
 @pytest.mark.parametrize(("counts", "padding"), [([37, 1, 0, 22], 2), ([18, 18], 0)])
 def test_without_a_state_each_row_is_a_page(counts: list[int], padding: int) -> None:
     """The same tokens and outputs as over pages."""
-    rows = Rows(Sizes(), counts, seed=2)
+    rows = Fed(Sizes(), counts, seed=2)
     places, y = stateless(rows, counts, padding)
-    again = Rows(Sizes(), counts, seed=2)
+    again = Fed(Sizes(), counts, seed=2)
     _, expected, other = again.attended(again.chunk(counts, padding))
     assert torch.equal(places.sort(-1).values, expected.sort(-1).values)
     assert_close(y, other, length=16)
@@ -317,14 +313,14 @@ def test_gradients_are_those_of_dense_attention_within_the_budget(kernel: str) -
     """Where all tokens are selected, to queries, keys and values; nothing reaches the index."""
     sizes = Sizes()
     counts = [sizes.width, 9]
-    rows = Rows(sizes, counts, seed=1)
+    rows = Fed(sizes, counts, seed=1)
     leaves = [x.requires_grad_() for values in (rows.q, rows.k, rows.v, rows.qi, rows.raw) for x in values]
     weight = torch.randn(sum(counts), sizes.heads, sizes.head_dim)
     with lowering.use(sparse_attention=kernel):
         found = torch.autograd.grad((stateless(rows, counts)[1] * weight).sum(), leaves, allow_unused=True)
     assert not any(x is not None and x.any() for x in found[6:])
-    start = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
-    dense = ops.attention(*map(torch.cat, (rows.q, rows.k, rows.v)), start, max_query=15, uniform=False, scale=0.3)
+    made = RowCounts("dense", tuple(counts), (0, 0)).made()
+    dense = ops.attention(*map(torch.cat, (rows.q, rows.k, rows.v)), made, scale=0.3)
     expected = torch.autograd.grad((dense * weight).sum(), leaves[:6])
     assert_close(found[:6], expected, length=15)
 
@@ -334,10 +330,10 @@ def test_later_tokens_change_no_earlier_one(kernel: str) -> None:
     """Whole prompt, and its first tokens alone: equal selections, outputs equal within rounding."""
     sizes = Sizes()
     with lowering.use(index_scores_topk=kernel, sparse_attention=kernel):
-        whole = Rows(sizes, [90], seed=3)
+        whole = Fed(sizes, [90], seed=3)
         found, _, y = whole.attended(whole.chunk([90]))
         for first in (1, 15, 16, 17, 64):
-            part = Rows(sizes, [90], seed=3)
+            part = Fed(sizes, [90], seed=3)
             blocks, _, part_y = part.attended(part.chunk([first]))
             assert torch.equal(blocks.sort(-1).values, found[:first].sort(-1).values)
             assert_close(part_y, y[:first], length=16)
@@ -347,19 +343,19 @@ def test_later_tokens_change_no_earlier_one(kernel: str) -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_not_selected_may_hold_anything(kernel: str, value: float) -> None:
     """Also tokens of the row itself, for many queries and few; a token with nothing selected gets zeros."""
-    rows = Rows(Sizes(), [40], seed=4)
+    rows = Fed(Sizes(), [40], seed=4)
     chunk = rows.chunk([40])
     _, places, _ = rows.attended(chunk)
     places[7] = places[30] = -1
     places = torch.where((places == 0) | (places == 2), -1, places).sort(-1, descending=True).values
-    call = (places, rows.table, rows.lengths, chunk["start"])
+    call = (places, chunk["rows"])
     with lowering.use(sparse_attention=kernel):
         clean = ops.sparse_attention(chunk["q"], *rows.pools, *call, scale=0.3)
         for pool in rows.pools:
             pool[int(rows.table[0, 0]), :3:2] = value
         dirty = ops.sparse_attention(chunk["q"], *rows.pools, *call, scale=0.3)
-        few = (call[0][-2:], rows.table, rows.lengths, torch.tensor([0, 2], dtype=torch.int32))
-        newest = ops.sparse_attention(chunk["q"][-2:], *rows.pools, *few, scale=0.3)
+        few = replace(chunk["rows"], query_start=torch.tensor([0, 2], dtype=torch.int32), max_query=2)
+        newest = ops.sparse_attention(chunk["q"][-2:], *rows.pools, places[-2:], few, scale=0.3)
     assert not dirty[7].any() and not dirty[30].any() and bool(dirty[8].any())
     assert_close(dirty, clean, length=16)
     assert_close(newest, clean[-2:], length=16)
@@ -368,7 +364,7 @@ def test_what_is_not_selected_may_hold_anything(kernel: str, value: float) -> No
 @pytest.mark.parametrize("drift", [0.0, 0.6, 3.0])
 def test_neighbours_that_choose_alike_share_their_keys(drift: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """One copy for all of them where index queries hardly change from token to token; else each gathers its own."""
-    rows = Rows(Sizes(), [200, 170], seed=9)
+    rows = Fed(Sizes(), [200, 170], seed=9)
     for qi in rows.qi:
         qi[...] = qi[:1] + drift * qi
     gathered: list[int] = []
@@ -401,16 +397,13 @@ def test_a_captured_step_serves_every_length(width: int) -> None:
         *pools: Tensor,
     ) -> Any:  # fmt: skip
         start = torch.arange(3, dtype=torch.int32) * width
-        raw_pages, index_pages = ops.index_keys(
-            *pools[2:], raw, weight, slots, table, lengths, start, eps=EPS, rotary_dim=6, theta=THETA
-        )
-        found = ops.index_scores_topk(
-            qi, index_pages, table, lengths, start, max_query=width, uniform=True, ratio=4, top_k=3
-        )
-        places = ops.expand_blocks(found, lengths, start, ratio=4)
-        return found, ops.sparse_attention(q, *pools[:2], places, table, lengths, start, scale=0.3), raw_pages
+        rows = lowering.Rows(start, lengths, table, max_query=width, uniform=True)
+        kept = ops.index_keys(*pools[2:], raw, weight, slots, rows, eps=EPS, rotary_dim=6, theta=THETA)
+        found = ops.index_scores_topk(qi, kept[1], rows, ratio=4, top_k=3)
+        places = ops.expand_blocks(found, rows, ratio=4)
+        return found, ops.sparse_attention(q, *pools[:2], places, rows, scale=0.3), kept[0]
 
-    def arguments(rows: Rows) -> tuple[Tensor, ...]:
+    def arguments(rows: Fed) -> tuple[Tensor, ...]:
         old = rows.lengths
         chunk = rows.chunk([width, width])
         raw = torch.cat([x[int(a) : int(a) + width] for x, a in zip(rows.raw, old, strict=True)])
@@ -418,7 +411,7 @@ def test_a_captured_step_serves_every_length(width: int) -> None:
         pools = [x.clone() for x in (*rows.pools, rows.raw_pages, rows.index_pages)]
         return (chunk["q"], chunk["qi"], raw, rows.weight, torch.tensor(page), rows.lengths, rows.table, *pools)
 
-    rows = Rows(sizes, [70, 70], seed=6)
+    rows = Fed(sizes, [70, 70], seed=6)
     rows.chunk([9, 21])
     graph = make_fx(step, tracing_mode="fake")(*arguments(rows))
     assert "aten.item" not in graph.code and "_local_scalar_dense" not in graph.code
@@ -432,20 +425,19 @@ def test_a_captured_step_serves_every_length(width: int) -> None:
 
 def test_strided_arguments_select_and_attend_the_same() -> None:
     """Every tensor in turn as every second column of something twice as wide."""
-    rows = Rows(Sizes(), [50, 9], seed=8)
+    rows = Fed(Sizes(), [50, 9], seed=8)
     chunk = rows.chunk([50, 9])
-    hints = {"max_query": 50, "uniform": False, "ratio": 4, "top_k": 3}
-    where = (rows.table, rows.lengths, chunk["start"])
+    where = chunk["rows"]
     found, places, y = rows.attended(chunk)
     calls = {
-        "index_scores_topk": ((chunk["qi"], rows.index_pages, *where), hints, found.sort(-1).values),
-        "expand_blocks": ((found, *where[1:]), {"ratio": 4}, places),
-        "sparse_attention": ((chunk["q"], *rows.pools, places, *where), {"scale": 0.3}, y),
+        "index_scores_topk": ((chunk["qi"], rows.index_pages, where), {"ratio": 4, "top_k": 3}, found.sort(-1).values),
+        "expand_blocks": ((found, where), {"ratio": 4}, places),
+        "sparse_attention": ((chunk["q"], *rows.pools, places, where), {"scale": 0.3}, y),
     }
     for name, (args, kwargs, expected) in calls.items():
         for kernel, index in itertools.product(OPS[name].serving("cpu"), range(len(args))):
             given = list(args)
-            given[index] = torch.stack((args[index], args[index]), -1).flatten(-2)[..., ::2]
+            given[index] = tree.map(lambda x: torch.stack((x, x), -1).flatten(-2)[..., ::2], args[index])
             with lowering.use(Policy({name: kernel.name})):
                 result = OPS[name](*given, **kwargs)
             result = result.sort(-1).values if name == "index_scores_topk" else result
@@ -454,7 +446,7 @@ def test_strided_arguments_select_and_attend_the_same() -> None:
 
 def test_pages_must_hold_whole_blocks() -> None:
     """A page of 6 raw keys and 4 block keys has no ratio."""
-    rows = Rows(Sizes(), [4], seed=0)
+    rows = Fed(Sizes(), [4], seed=0)
     rows.raw_pages = rows.raw_pages[:, :6].contiguous()
     with pytest.raises(ValueError, match=r"pages of 6 raw keys and 4 block keys; .* make page_size a multiple"):
         rows.chunk([4])
@@ -462,10 +454,10 @@ def test_pages_must_hold_whole_blocks() -> None:
 
 def test_dense_attention_is_enough_while_no_row_can_exceed_the_budget() -> None:
     """By the shapes alone, or by what the host knows, of which an upper bound is enough; not by it while tracing."""
-    table = torch.zeros(2, 3, dtype=torch.int32)
-    known = HostLengths((1, 1), (11, 4), ((1, 2), (3,)), exact=False)
-    assert selects_all(table, 4, None, 12) and not selects_all(table, 4, None, 11)
-    assert selects_all(table, 4, known, 11) and not selects_all(table, 4, known, 10)
+    rows = RowCounts("two", (1, 1), (10, 3)).made(torch.zeros(2, 3, dtype=torch.int32))
+    known = replace(rows, host=HostLengths((1, 1), (11, 4), ((1, 2), (3,)), exact=False))
+    assert selects_all(rows, 4, 12) and not selects_all(rows, 4, 11)
+    assert selects_all(known, 4, 11) and not selects_all(known, 4, 10)
     seen = []
-    make_fx(lambda x: (seen.append(selects_all(x, 4, known, 11)), x + 1)[1], tracing_mode="fake")(table)
+    make_fx(lambda x: (seen.append(selects_all(known, 4, 11)), x + 1)[1], tracing_mode="fake")(known.page_table)
     assert seen == [False]

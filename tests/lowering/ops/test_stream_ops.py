@@ -12,15 +12,13 @@ from torch import Tensor
 import lowering
 from lowering import ops
 from lowering.portable import hyper_connection
-from tests.cases import Draw
+from tests.cases import Draw, RowCounts
 from tests.lowering.ops.largest import largest
 from tests.tolerances import assert_close
 
-ONE_ROW: dict[str, Any] = {"uniform": True, "keep_steps": False}
 
-
-def start(count: int) -> Tensor:
-    return torch.tensor([0, count], dtype=torch.int32)
+def one_row(count: int) -> lowering.Rows:
+    return RowCounts("one", (count,), (0,)).made()
 
 
 def connection(streams: int, hidden: int, rank: int, seed: int = 0) -> tuple[Tensor, ...]:
@@ -148,15 +146,13 @@ def test_hashes_are_those_of_whole_numbers(order: int) -> None:
     right = torch.tensor(rows_plainly(ids, multipliers, sizes, offsets, end))
     hashed = {"multipliers": tuple(multipliers), "sizes": tuple(sizes), "offsets": tuple(offsets), "end": end}
     places = torch.arange(len(ids))
-    rows, none, _ = ops.ngram_rows(
-        torch.tensor(ids), None, places, start(len(ids)), **hashed, max_query=len(ids), **ONE_ROW
-    )
+    rows, none, _ = ops.ngram_rows(torch.tensor(ids), None, places, one_row(len(ids)), **hashed, keep_steps=False)
     assert none is None and torch.equal(rows, right)
     # What a context holds for places before the first token does not count.
     context, found = torch.full((2, order - 1), 5), []
     for at in range(len(ids)):
         row, context, _ = ops.ngram_rows(
-            torch.tensor(ids[at : at + 1]), context, places[at : at + 1], start(1), **hashed, max_query=1, **ONE_ROW
+            torch.tensor(ids[at : at + 1]), context, places[at : at + 1], one_row(1), **hashed, keep_steps=False
         )
         found.append(row)
     assert torch.equal(torch.cat(found), right)
@@ -183,12 +179,12 @@ def test_a_dilated_convolution_is_torchs(width: int, dilation: int, kernel: str)
     past = (width - 1) * dilation
     right = F.silu(F.conv1d(F.pad(x.T, (past, 0))[None], weight[:, None], groups=6, dilation=dilation)[0].T)
     with lowering.use(short_conv=kernel):
-        y, _, _ = ops.short_conv(x, weight, None, start(23), max_query=23, dilation=dilation, **ONE_ROW)
+        y, _, _ = ops.short_conv(x, weight, None, one_row(23), dilation=dilation, keep_steps=False)
         assert_close(y, right, length=width)
         window, found = torch.zeros(2, past, 6), []
         for at in range(23):
             y, window, _ = ops.short_conv(
-                x[at : at + 1], weight, window, start(1), max_query=1, dilation=dilation, **ONE_ROW
+                x[at : at + 1], weight, window, one_row(1), dilation=dilation, keep_steps=False
             )
             found.append(y)
             assert window is not None
