@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import params as checkpoints
-from lowering import host_side, ops
+from lowering import ops
+from lowering.jit.tape import beforehand
 from lowering.layouts import LAYOUTS
 from lowering.target import device_named
 from params.errors import ConfigError
@@ -40,10 +41,9 @@ from .models import (
     qwen3_8_flash_next,
     qwen3_8_flash_next_mtp,
 )
-from .output import LogitsOf, Output, check_logits
+from .output import LogitsOf, Output, check_logits, mark_lengths
 from .state import state as states
 from .state.batch import Batch, check_ids
-from .state.host_sides import forward_on_host
 from .state.pages import PagePool
 from .state.state import State
 
@@ -247,7 +247,6 @@ class Model:
             raise ValueError(f"init_state: layout={layout!r}; layouts of this model's pages: {known}")
         return layout
 
-    @host_side(forward_on_host)
     @lasting
     def forward(
         self,
@@ -275,10 +274,12 @@ class Model:
                 f"forward: expected a Batch, found a {type(batch).__name__}; make one with Batch.from_lists"
             )
         check_logits(logits)
-        check_ids(batch, self.config.vocab_size)
-        return self.family.forward(
+        beforehand(check_ids, batch, self.config.vocab_size)
+        out, state = self.family.forward(
             self.local, params, state, batch, logits=logits, outputs=outputs, keep_steps=keep_steps
         )
+        mark_lengths(out, batch, logits)
+        return out, state
 
     def _check_params(self, params: Any) -> None:
         """`TypeError` for parameters of another family, `ValueError` for those of another width."""

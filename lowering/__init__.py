@@ -18,7 +18,7 @@ from .explain.html import page
 from .explain.report import Report, Row, explain, record, watch
 from .explain.sheet import Sheet
 from .explain.stages import Lowered, compared, lower
-from .jit.jitted import HostSide, Jitted, host_side, jit
+from .jit.jitted import Jitted, captured_with, jit
 from .op import Choice, Kernel, Op, op
 from .policy import MODE, Policy, in_force, use
 from .registry import OPS, find, table
@@ -28,8 +28,8 @@ from .weights import prepare
 policy.check(MODE.get().policy)  # A mistake in the environment variable is an error at import.
 
 __all__ = [
-    "OPS", "TARGETS", "CaptureError", "Choice", "CollectiveError", "Comparison", "HostSide", "Jitted", "Kernel",
-    "Lowered", "LoweringError", "Op", "Policy", "RecaptureWarning", "Report", "Row", "Sheet", "Target", "compare",
-    "compared", "explain", "find", "host_side", "in_force", "jit", "lower", "npu_kernels", "op", "ops", "page",
-    "prepare", "record", "table", "torch_kernels", "use", "watch",
+    "OPS", "TARGETS", "CaptureError", "Choice", "CollectiveError", "Comparison", "Jitted", "Kernel", "Lowered",
+    "LoweringError", "Op", "Policy", "RecaptureWarning", "Report", "Row", "Sheet", "Target", "captured_with", "compare",
+    "compared", "explain", "find", "in_force", "jit", "lower", "npu_kernels", "op", "ops", "page", "prepare", "record",
+    "table", "torch_kernels", "use", "watch",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ Everything a layer needs to know beside its own parameters and past is in a `Ste
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -14,29 +14,17 @@ from jaxtyping import Int
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack, is_functorch_wrapped_tensor
 
-from lowering.host import HostLengths, valueless
+from lowering.host import HostLengths, symbolic, valueless
+from lowering.jit.tape import beforehand, noted
 from lowering.ops.ragged import row_of_token
 from lowering.ops.sampling import mix
 from params.tree import leaves, map
 
 from ..errors import StateError
-from .batch import Batch, check_layout, check_room
-from .pages import Version
+from .batch import Batch, check_layout
+from .ledger import Ledger
 from .rows import reserve
-from .state import (
-    Appended,
-    Entry,
-    Growth,
-    Recurrent,
-    State,
-    check_followed,
-    check_fresh,
-    check_usable,
-    claim,
-    grown,
-    host_lengths,
-    new_version,
-)
+from .state import Appended, Entry, Recurrent, State, check_followed, check_fresh, check_usable
 from .token_log import TokenLog, written
 
 E = TypeVar("E", bound=Entry)
@@ -67,8 +55,7 @@ class Step:
     host: HostLengths | None = None
     log: TokenLog | None = None
     state: State | None = None
-    growth: Growth | None = None
-    version: Version | None = None
+    ledger: Ledger | None = None
 
     def past(self, layer: int, kind: type[E]) -> E | None:
         """The entry of `layer` before this forward, None without a state. `StateError` unless it is of that kind."""
@@ -95,11 +82,7 @@ def begin(state: State | None, batch: Batch, keep_steps: bool = False) -> Step:
             raise StateError("keep_steps=True needs a state to commit; pass one, or leave keep_steps out")
         offset = torch.arange(tokens, device=row.device) - batch.query_start[row.clamp(max=batch.rows - 1)]
         return Step(batch.query_start, offset, row, batch.max_query, batch.uniform, False)
-    check_followed()
-    state, growth = ready(state, batch, keep_steps)
-    version = new_version(state.host, growth)
-    if not valueless(state.lengths):
-        claim(state.host, growth.most, version)
+    state, ledger = _grown(state, batch, keep_steps)
     new = batch.query_start.diff()
     first = torch.cat((state.lengths, state.lengths.new_zeros(1)))
     start = batch.query_start
@@ -110,26 +93,23 @@ def begin(state: State | None, batch: Batch, keep_steps: bool = False) -> Step:
         log = written(log, _hashes(batch, positions), slots, row, start, batch.max_query if keep_steps else None)
     return Step(
         start, positions, row, batch.max_query, batch.uniform, keep_steps, state.lengths + new, state.page_table,
-        slots, host_lengths(state, growth), log, state, growth, version,
+        slots, _host_lengths(batch, ledger), log, state, ledger,
     )  # fmt: skip
 
 
-def ready(state: State, batch: Batch, keep_steps: bool) -> tuple[State, Growth]:
-    """What the host does before a forward: check, and reserve pages. The state with them, and each row's new tokens."""
-    growth = _checked_growth(state, batch, keep_steps)
-    check_fresh(state)
-    return reserve(state, growth.most), growth
-
-
 def finish(step: Step, layers: Sequence[Entry | None]) -> State | None:
-    """The state after the forward, with the layers' new entries."""
-    if step.state is None or step.growth is None or step.version is None:
+    """The state after the forward, with the layers' new entries; pending when steps are kept."""
+    state = step.state
+    if state is None:
         return None
     entries = tuple(entry for entry in layers if entry is not None)
-    if len(entries) != len(step.state.layers):
-        raise StateError(_other_model(step.state, str(len(entries))))
+    if len(entries) != len(state.layers):
+        raise StateError(_other_model(state, str(len(entries))))
     new = step.query_start.diff()
-    return grown(step.state, entries, step.log, new, step.growth, step.version, step.keep_steps)
+    pending = new if step.keep_steps else None
+    return replace(
+        state, lengths=state.lengths + new, layers=entries, pending=pending, log=step.log, ledger=step.ledger
+    )
 
 
 def writable(pages: A, *made: Tensor) -> A:
@@ -168,18 +148,40 @@ def _rows_of(batch: Batch) -> Tensor:
     return row_of_token(batch.query_start, tokens)
 
 
-def _checked_growth(state: State, batch: Batch, keep_steps: bool) -> Growth:
+def _grown(state: State, batch: Batch, keep_steps: bool) -> tuple[State, Ledger]:
+    """The state, checked and with pages for its new tokens, and the ledger of the state that has them."""
+    check_followed()
     check_usable(state)
     _check_transforms(state)
-    growth = Growth.of(batch)
-    check_room(state, growth.most)
+    beforehand(Ledger.check_room, state.ledger, batch.most, state.max_len)
     recurrent = any(isinstance(entry, Recurrent) for entry in state.layers)
     if keep_steps and recurrent and batch.max_query > MAX_KEPT_STEPS:
         raise ValueError(
             f"keep_steps=True with {batch.max_query} new tokens in a row; at most {MAX_KEPT_STEPS} can be kept. "
             "Run the prompt without keep_steps, then the window to verify with it"
         )
-    return growth
+    growth = (batch.most, batch.counted, keep_steps)
+    ledger = noted(Ledger.grow, state.ledger, *growth, writes=ready)
+    if valueless(state.lengths):  # nothing is written: what runs the trace reserves pages, and claims them
+        return state, ledger
+    before, state = state, ready(state, [ledger])
+    ledger = ledger if state is before else state.ledger.grow(*growth)
+    ledger.claim(state.ledger)
+    return state, ledger
+
+
+def ready(state: State, versions: Sequence[Ledger]) -> State:
+    """The state, checked to be fresh, with pages for what these versions that it grows to hold. See `reserve`."""
+    check_usable(state)
+    check_fresh(state)
+    return reserve(state, [max(lengths) for lengths in zip(*(one.lengths for one in versions), strict=True)])
+
+
+def _host_lengths(batch: Batch, ledger: Ledger) -> HostLengths:
+    """What kernels may know on the host: each row's length with its new tokens, and its pages."""
+    # A trace outlives the pages that rows hold now.
+    pages = () if symbolic(ledger.lengths) else tuple(lease.pages for lease in ledger.leases)
+    return HostLengths(batch.most, ledger.lengths, pages, ledger.extent.exact, ledger.fits)
 
 
 def _check_transforms(state: State) -> None:

@@ -317,7 +317,7 @@ def test_a_wrong_output_name_takes_no_pages(one: Pair) -> None:
     for wrong, message in (["nope"], "no such value"), ("layers.0", "give a list of names"):
         with refuses(ValueError, message):
             advance(one, state, [[1, 2]], outputs=wrong)
-    assert state.host.leases[0].pool.free == 4
+    assert state.ledger.leases[0].pool.free == 4
 
 
 def test_merged_rows_that_do_not_fit_the_heads(one: Pair) -> None:
@@ -400,7 +400,7 @@ def test_rows_as_a_tensor_are_the_same_rows(one: Pair) -> None:
     twice: Any = torch.tensor([1, 1])
     fork = fm.fork(state, twice)
     assert fork.lengths.tolist() == [1, 1]
-    assert fm.release(fork, twice[:1]).host.lengths == (1, 0)
+    assert fm.release(fork, twice[:1]).ledger.lengths == (1, 0)
     with pytest.raises(ValueError, match="name a row twice"):
         fm.select(state, twice)
 
@@ -476,7 +476,7 @@ def test_forked_rows_repeat_and_part(one: Pair, pages: int | None) -> None:
 
 def test_a_shared_pool_counts_its_pages(one: Pair) -> None:
     state = one.model.init_state(2, 16, page_size=4, pages=7)
-    pool = state.host.leases[0].pool
+    pool = state.ledger.leases[0].pool
     _, state = advance(one, state, tokens(one, 9, 4))
     assert pool.free == 7 - 3 - 1
     copies = fm.fork(state)
@@ -526,12 +526,12 @@ def test_an_owned_row_keeps_its_pages_when_released(one: Pair) -> None:
     for _ in range(3):
         _, state = advance(one, state, [[1] * 8, [2] * 8])
         state = fm.release(state, [0, 1])
-        assert state.host.leases[0].pool.free == 0
+        assert state.ledger.leases[0].pool.free == 0
         assert all(value.numel() == 0 or not value.any() for value in fm.logical(state, 0).values())
 
 
 def test_a_donated_state(one: Pair, state: fm.State) -> None:
-    state.host.used = "donated to a captured call"
+    state.ledger.buffers.used = "donated to a captured call"
     for call in (lambda: advance(one, state, [[1], []]), lambda: fm.select(state, [0]), lambda: fm.logical(state, 0)):
         with pytest.raises(fm.StateError, match="this state was donated to a captured call and cannot be used again"):
             call()

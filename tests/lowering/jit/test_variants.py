@@ -93,7 +93,7 @@ class Run:
         """Both have come to the same."""
         assert same(self.now[2], other.now[2])
         for mine, right in zip(self.now[:2], other.now[:2], strict=True):
-            assert mine.host.lengths == right.host.lengths == tuple(right.lengths.tolist())
+            assert mine.ledger.lengths == right.ledger.lengths == tuple(right.lengths.tolist())
             for row in range(mine.rows):
                 assert same(fm.logical(mine, row), fm.logical(right, row)), f"row {row}"
 
