@@ -55,14 +55,16 @@ def section(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 TIED = "tie_word_embeddings"
 
 
-def text_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+def text_fields(given: Mapping[str, Any], tied: bool | None = None) -> dict[str, Any]:
     """The text model's fields: those of the section `text_config`, and where it is silent those beside it.
 
-    Whether the embedding is tied is said by the wrapper, where it says so: it is what ties in transformers, whose
-    text models inside of wrappers have no head. Raises `ConfigError` for anything but a section.
+    Whether the embedding is tied is said by the wrapper: it is what ties in transformers, whose text models inside of
+    wrappers have no head. Where it is silent, `tied` says it, its class's default; without one, its classes differ
+    there and the section is heard. Raises `ConfigError` for anything but a section.
     """
-    fields = {**given, **section(given, "text_config")}
-    return fields if given.get(TIED) is None else {**fields, TIED: given[TIED]}
+    inner = section(given, "text_config")
+    said = given.get(TIED) if given.get(TIED) is not None or not inner else tied
+    return {**given, **inner} | ({} if said is None else {TIED: said})
 
 
 def layer_count(given: Mapping[str, Any]) -> int | None:

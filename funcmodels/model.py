@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -282,7 +283,7 @@ class Model:
         return out, state
 
     def _check_params(self, params: Any) -> None:
-        """`TypeError` for parameters of another family, `ValueError` for those of another width."""
+        """`TypeError` for parameters of another family, `ValueError` for those of another width or count of layers."""
         if not isinstance(params, self.family.params):
             raise TypeError(
                 f"forward: params are {type(params).__name__}, and a model of type {self.config_json['model_type']!r} "
@@ -293,6 +294,13 @@ class Model:
             raise ValueError(
                 f"forward: params embed tokens in {embed.shape[-1]} values, this model's hidden_size is {width}; give "
                 "what came with the model from load or init_params"
+            )
+        layers, expected = len(params.layers), self.config.num_hidden_layers
+        if layers != expected:
+            raise ValueError(
+                f"forward: params have {layers} layers, this model's config {expected}; a model of fewer is "
+                f"fm.build({{**model.config_json, 'num_hidden_layers': {layers}, ...}}), with what the config lists "
+                "layer by layer (layer_types) cut alike"
             )
 
 
@@ -311,6 +319,8 @@ def at_least_one(name: str, value: Any, most: int = 2**63 - 1) -> None:
 def build(config: Mapping[str, Any] | str | Path) -> Model:
     """A model without weights, from a config dictionary, a `config.json`, or a directory that holds one."""
     if not isinstance(config, Mapping):
+        if not isinstance(config, (str, os.PathLike)):
+            raise TypeError(f"build: expected a config dictionary, or where one lies, found {config!r:.100}")
         path = Path(config)
         config = checkpoints.read_config(path.parent if path.name == "config.json" else path)
     config = dict(config)

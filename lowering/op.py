@@ -150,7 +150,10 @@ class Op:
             assert COMPILED.key and _marked(self.name)  # read, and so guarded
             flat = all(isinstance(value, _FLAT) for value in args)
             return self._in_graph(*args, **kwargs) if flat else self._trees_in_graph(*args, **kwargs)
-        mode, around = MODE.get(), _surroundings()
+        mode, around = MODE.get(), ""
+        # Asked here first, for it costs a call.
+        if get_interpreter_stack() or forward_ad._current_level >= 0 or _len_torch_dispatch_stack():
+            around = _surroundings()
         key = _key(mode.key, around, args, kwargs)
         try:  # as `_remembered`, which would cost a call
             choice = self._choices.get(key)
@@ -479,7 +482,11 @@ def _key(mode: int, surroundings: str, args: tuple[Any, ...], kwargs: dict[str, 
 
     This runs on every op call, so it is flat. The tensors of a call lie on one device: the first speaks for all.
     """
-    key: list[Any] = [mode, surroundings, getattr(args[0], "device", None) if args else None, *kwargs]
+    try:
+        device = args[0].device
+    except (IndexError, AttributeError):
+        device = None
+    key: list[Any] = [mode, surroundings, device, *kwargs]
     for value in args:
         if type(value) is Tensor:
             key.append(value.shape)

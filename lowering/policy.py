@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
@@ -84,13 +85,27 @@ def from_environment() -> Policy:
 MODE: ContextVar[Mode] = ContextVar("lowering_mode", default=Mode(from_environment()))
 
 
-class _Compiled:
+class _Compiled(threading.local):
     """What code under `torch.compile` reads in place of `MODE`, so that it is compiled again for another policy."""
 
-    key = str(MODE.get().key)
+    def __init__(self) -> None:  # of every thread; Dynamo guards no attribute of the class
+        self.key = str(MODE.get().key)
 
 
 COMPILED = _Compiled()
+
+
+def enter(mode: Mode) -> Token[Mode]:
+    """Put a mode in force in this thread, until `leave` of what this returns."""
+    token = MODE.set(mode)
+    COMPILED.key = str(mode.key)
+    return token
+
+
+def leave(token: Token[Mode]) -> None:
+    """End what `enter` began."""
+    MODE.reset(token)
+    COMPILED.key = str(MODE.get().key)
 
 
 def check(policy: Policy) -> None:
@@ -119,13 +134,11 @@ def use(
     merged = Policy({**base.prefer, **prefer}, base.strict if strict is None else strict)
     check(merged)
     chosen = mode.target if target is None else targets.named(target)
-    entered = replace(mode, policy=merged, target=chosen)
-    token, before, COMPILED.key = MODE.set(entered), COMPILED.key, str(entered.key)
+    token = enter(replace(mode, policy=merged, target=chosen))
     try:
         yield merged
     finally:
-        MODE.reset(token)
-        COMPILED.key = before
+        leave(token)
 
 
 _LEFT: ContextVar[tuple[Token[Mode], ...]] = ContextVar("lowering_left", default=())
@@ -140,13 +153,13 @@ class InForce:
     target: Target | None
 
     def __enter__(self) -> None:
-        token = MODE.set(replace(MODE.get(), policy=self.policy, target=self.target))
+        token = enter(replace(MODE.get(), policy=self.policy, target=self.target))
         _LEFT.set((*_LEFT.get(), token))
 
     def __exit__(self, *error: object) -> None:
         *outer, token = _LEFT.get()
         _LEFT.set(tuple(outer))
-        MODE.reset(token)
+        leave(token)
 
 
 def in_force() -> InForce:

@@ -59,18 +59,21 @@ class StoredTensor(NamedTuple):
 def resolve(path_or_hub_id: str | Path) -> Path:
     """The directory of a checkpoint: an existing one, or a hub repository (`owner/name`) fetched into the hub's cache.
 
-    `CheckpointError` when it is neither, or when the hub cannot give it.
+    `CheckpointError` when it is neither, or when the hub cannot give it. `TypeError` for what is no path at all.
     """
+    if not isinstance(path_or_hub_id, (str, os.PathLike)):
+        raise TypeError(f"a checkpoint is a directory or a hub id (owner/name), found {path_or_hub_id!r:.100}")
     if not str(path_or_hub_id):
         raise CheckpointError("the name of a checkpoint is empty; give a directory or a hub id (owner/name)")
-    directory = Path(path_or_hub_id).expanduser()
-    if directory.is_dir():
+    directory = Path(os.path.expanduser(path_or_hub_id))
+    if os.path.isdir(directory):  # unlike a path's own test false for a name that no system has files of
         return directory
-    if directory.exists():
+    if os.path.exists(directory):
         raise CheckpointError(f"{directory} is a file; give the directory that holds it and its config.json")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path_or_hub_id)):
         raise CheckpointError(
-            f"no directory {directory}, and {str(path_or_hub_id)!r} is not a hub id (owner/name); check the path"
+            f"no directory {cut(str(directory))}, and {cut(repr(str(path_or_hub_id)))} is not a hub id (owner/name); "
+            "check the path"
         )
     return _download(str(path_or_hub_id))
 
@@ -98,7 +101,9 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     """`config.json` of a checkpoint. `CheckpointError` when there is none, `ConfigError` when it is not an object."""
     path = Path(directory) / "config.json"
     if not lies_at(path):
-        raise CheckpointError(f"{directory} has no config.json; a checkpoint is a directory with config and weights")
+        raise CheckpointError(
+            f"{cut(str(directory))} has no config.json; a checkpoint is a directory with config and weights"
+        )
     return read_object(path, CONFIG_LIMIT, ConfigError)
 
 
@@ -114,6 +119,8 @@ def tensor_names(directory: str | Path) -> dict[str, StoredTensor]:
     lack, missing files, and without an index for names that stand in two files.
     """
     directory = Path(directory)
+    if not os.path.isdir(directory):
+        raise CheckpointError(f"{cut(str(directory))} is no directory; give one with config and weights")
     named = _named_weights(directory)
     index = _read_index(directory, named)
     if index is None:

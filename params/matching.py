@@ -17,11 +17,8 @@ import torch
 
 from params.errors import CheckpointError
 from params.names.rules import Layout, Names, Part
-from params.spec import Constant, TensorSpec, constants
+from params.spec import CASTABLE, Constant, TensorSpec, check_dtype, constants
 from params.tree import items
-
-CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes a weight may be stored in and converted between. Everything else is payload and never converted."""
 
 LISTED = 200
 """Problems of one kind that a message spells out."""
@@ -109,8 +106,7 @@ def match(spec: Any, names: Names, tensors: Mapping[str, Shaped], dtype: torch.d
     `dtype` is what floating-point leaves without a pinned dtype get; `None` keeps the checkpoint's. `CheckpointError`
     for another dtype, and for a spec of far more tensors than there are.
     """
-    if dtype is not None and dtype not in CASTABLE:
-        raise CheckpointError(f"parameters cannot have dtype {dtype}; give one of {CASTABLE}, or None to keep theirs")
+    check_dtype(dtype)
     leaves: dict[str, TensorSpec] = dict(items(spec))
     present, problems = by_rule_name(names, tensors)
     placements: list[Placement] = []

@@ -116,12 +116,11 @@ def _settings(
     if quantization is not None:
         (settings["text_config"] if isinstance(text, dict) else settings)[SECTION] = quantization
     if tied is not None:
-        inner = text if isinstance(text, dict) else {}
-        said = next((found[_TIED] for found in (config, inner) if found.get(_TIED) is not None), tied)
-        if said != tied:
+        said = config.get(_TIED)  # a silent wrapper says it by its class, whatever its text section says
+        if said not in (None, tied):
             raise ConfigError(f"config says {_TIED}={said}, the tree has {'no' if tied else 'a'} head of its own")
         settings[_TIED] = tied
-        if inner:
+        if isinstance(text, dict):
             settings["text_config"][_TIED] = tied  # the text-only class looks there, the wrapper's at the top
     try:
         return json.dumps(settings, indent=2, sort_keys=True) + "\n"

@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from params.errors import ConfigError
+from params.errors import CheckpointError, ConfigError
 from params.sharding import Rule
 from params.tree import dotted
 
@@ -73,11 +73,25 @@ class Constant:
         return other.flatten().tolist() == list(self.values)
 
 
+CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes a weight may be stored in and converted between. Everything else is payload and never converted."""
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """`TypeError` for what is no dtype, a word among them, `CheckpointError` for one that parameters cannot have."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype such as torch.bfloat16, found {dtype!r:.100}")
+    if dtype is not None and dtype not in CASTABLE:
+        raise CheckpointError(f"parameters cannot have dtype {dtype}; give one of {CASTABLE}, or None to keep theirs")
+
+
 def widened(spec: T, dtype: torch.dtype | None) -> T:
     """The spec of parameters of this `dtype`, where a pinned dtype is the least that a leaf may have.
 
-    Float32 stays where the model runs in less, and is float64 where it runs in that. Integers stay.
+    Float32 stays where the model runs in less, and is float64 where it runs in that. Integers stay. Raises as
+    `check_dtype`.
     """
+    check_dtype(dtype)
 
     def wide(leaf: TensorSpec) -> TensorSpec:
         pinned = leaf.dtype

@@ -2,8 +2,9 @@
 
 `FUNCMODELS_HOOK=1 pytest` checks the annotated shapes of every call in the three packages: jaxtyping's import hook with
 beartype, which must be in place before they are imported. Checked functions do not compile, so tests marked `compile`
-are left out, as are those marked `plain`. `pytest --sweep` adds the tests marked `sweep` and gives Hypothesis many
-random examples.
+are left out, as are those marked `plain`. Of a test with several lists of parameters that run takes every element of
+every list once, not all of them together, and one seed: other values have the same shapes. `pytest --sweep` adds the
+tests marked `sweep` and gives Hypothesis many random examples.
 """
 
 from __future__ import annotations
@@ -45,6 +46,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--sweep"):
         left_out.add("sweep")
     dropped = [item for item in items if any(mark.name in left_out for mark in item.iter_markers())]
+    if HOOKED:
+        dropped += repeated([item for item in items if item not in dropped])
     if dropped:
         config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if item not in dropped]
+        gone = set(dropped)
+        items[:] = [item for item in items if item not in gone]
+
+
+def repeated(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Those of whose parametrizations each gives what it gave in an item of the same test before, seeds aside."""
+    seen: set[tuple[str, tuple[tuple[str, int], ...]]] = set()
+    found = []
+    for item in items:
+        spec = getattr(item, "callspec", None)
+        if spec is None:
+            continue
+        test, parts = item.nodeid.partition("[")[0], set()
+        for mark in item.iter_markers("parametrize"):
+            names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
+            # The objects themselves are those of the mark, and need not be hashable.
+            parts.add((test, tuple((name, id(spec.params[name])) for name in names if name != "seed")))
+        if parts <= seen:
+            found.append(item)
+        seen |= parts
+    return found

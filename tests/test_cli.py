@@ -247,11 +247,12 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert metadata.version("funcmodels") == fm.__version__
 
 
-def test_ctrl_c_while_torch_is_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", [("funcmodels", "inspect", "bundled"), ("lowering", "check")])
+def test_ctrl_c_while_torch_is_loaded(asked: tuple[str, ...], tmp_path: Path) -> None:
     """A module in the place of Torch is interrupted as it would be."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
     root = str(Path(__file__).parents[1])
-    command = [sys.executable, "-m", "funcmodels", "inspect", "bundled"]
+    command = [sys.executable, "-m", *asked]
     path = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), root))}
     done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")

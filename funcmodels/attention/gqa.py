@@ -164,12 +164,19 @@ def attend(
     hints: dict[str, Any] = {"max_query": step.max_query, "uniform": step.uniform, "scale": scale, "window": window}
     if past is None:
         return ops.attention(q, k, v, step.query_start, **hints), None
-    if past.k.shape[2:] != k.shape[1:]:
-        raise StateError(
-            f"the state has {past.k.shape[2]} key/value heads of {past.k.shape[3]}, the layer {k.shape[1]} of "
-            f"{k.shape[2]}; make the state with the init_state of a model whose config is that of the parameters"
-        )
+    check_heads(past.k, k)
     past = writable(past, q, k, v)
     pages = KeyValuePages(*ops.write_pages(past.k, past.v, k, v, step.slots))
     y = ops.paged_attention(q, pages.k, pages.v, step.page_table, step.lengths, step.query_start, step.host, **hints)
     return y, pages
+
+
+def check_heads(
+    pages: Float[Tensor, "pages page_size kv_heads head_dim"], k: Float[Tensor, "tokens heads dim"]
+) -> None:
+    """`StateError` for pages of keys of other heads than a layer's."""
+    if pages.shape[2:] != k.shape[1:]:
+        raise StateError(
+            f"the state has {pages.shape[2]} key/value heads of {pages.shape[3]}, the layer {k.shape[1]} of "
+            f"{k.shape[2]}; make the state with the init_state of a model whose config is that of the parameters"
+        )

@@ -23,7 +23,7 @@ from ..blocks.linear import GemmaNorm, Linear, Norm, linear_spec, norm_spec, nor
 from ..errors import StateError
 from ..state.state import Appended
 from ..state.step import Step, writable
-from .gqa import KeyValuePages, attend
+from .gqa import KeyValuePages, attend, check_heads
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,7 @@ def _paged(
             f"the state's index has a key for every {page_size // past.index.shape[1]} tokens, the config says "
             f"{index.ratio}; make the state with the init_state of a model with this indexer_compress_ratio"
         )
+    check_heads(past.k, new.k)
     past = writable(past, new.q, new.k, new.v, new.raw, new.pool_norm)
     rows = (step.page_table, step.lengths, step.query_start)
     raw, keys = ops.index_keys(past.raw, past.index, new.raw, new.pool_norm, step.slots, *rows, **new.pooling)

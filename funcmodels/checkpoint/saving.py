@@ -18,7 +18,7 @@ from typing import Any
 import params as checkpoints
 from params.errors import CheckpointError, ConfigError
 
-from ..config import text_fields
+from ..config import TIED, text_fields
 from ..model import FAMILIES, Model
 
 WITH_WEIGHTS = (
@@ -67,7 +67,10 @@ def text_model(config: Mapping[str, Any]) -> dict[str, Any]:
     wrappers = {key for key in config if key.endswith("_config")} | {"architectures", "auto_map", "model_type"}
     kind = config["model_type"]
     named = {"model_type": f"{kind}_text" if f"{kind}_text" in FAMILIES else kind}
-    return named | {key: value for key, value in text_fields(config).items() if key in inner or key not in wrappers}
+    fields = text_fields(config)
+    if config.get(TIED) is None:  # `params.save` says what holds
+        fields.pop(TIED, None)
+    return named | {key: value for key, value in fields.items() if key in inner or key not in wrappers}
 
 
 def files_beside(source: Path, target: Path) -> dict[str, Path]:

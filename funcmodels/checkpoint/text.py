@@ -121,11 +121,14 @@ class TextStream:
         """Look for stop strings after `token`."""
         with LibraryErrors(f"token {token} cannot be decoded", "check the tokenizer's file"):
             # If this were the end, this would be the text: to stop here is then right. But for half a character.
-            text = self._held + self._text.rest().rstrip(UNFINISHED)
-        self._marks = [(min(place, len(text)), mark) for place, mark in self._marks]
+            rest = self._text.rest()
+        text, whole = self._held + rest.rstrip(UNFINISHED), self._held + rest
+        self._marks = [(min(place, len(whole)), mark) for place, mark in self._marks]
         mark = self._vocabulary.mark(token)
         if mark is not None and any(mark in marks for marks in self._marked.values()):
-            self._marks = [*self._marks, (len(text), mark)][-max(map(len, self._stop)) :]
+            self._marks = [*self._marks, (len(whole), mark)][-max(map(len, self._stop)) :]
+            if any(self._with_marks(whole, stop)[0].endswith(stop) for stop in self._marked):
+                return self._ended(whole)  # nothing follows that could complete the character
         return self._shown(self._certain()) if self._cut(text) is None else self._ended(text)
 
     def finish(self) -> str:

@@ -242,8 +242,8 @@ class BlockDraft(Draft):
             check_carry(state, carry)
         own = self.joined(params).draft
         following, kept = kept_tokens(batch, next_tokens)
-        step = begin(state, batch, keep_steps=True)
         features = self._features(out, own)
+        step = begin(state, batch, keep_steps=True, axes=(1,), kinds=(KeyValuePages,) * len(own.layers))
         k, v = context_entries(self.config, own, features, angles_at(self.config, text_positions(batch, step)))
         entries = [_written(step, layer, k[:, layer], v[:, layer]) for layer in range(len(own.layers))]
         after = finish(step, entries)
@@ -312,7 +312,7 @@ class BlockDraft(Draft):
         own, x = both.draft, self.embed(both, carry.token) if embedded is None else embedded
         check_embedded(x, (state.rows, self.config.block, self.config.hidden_size), own.norm.weight.dtype)
         batch = Batch.from_tokens(self._tokens(carry.token).flatten(), [self.config.block] * state.rows, state)
-        step = begin(state, batch)
+        step = begin(state, batch, kinds=(KeyValuePages,) * len(own.layers))
         entries: list[KeyValuePages | None] = []
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal, overload
 
@@ -9,7 +10,7 @@ import torch
 
 import params as checkpoints
 from lowering.target import device_named
-from params.errors import ConfigError
+from params.errors import ConfigError, cut
 from params.modes import lasting
 from params.names.block_drafts import NAMES
 
@@ -70,8 +71,9 @@ def directory_of_draft(kind: str | Path) -> Path:
     """The directory of a block draft. `ValueError` for a word that is no draft's name, directory or hub id."""
     if kind == "dspark":
         return BUNDLED / "dspark"
-    if not Path(kind).is_dir() and "/" not in str(kind):
-        raise ValueError(f"draft: {str(kind)!r} is not a known draft; give 'mtp', 'dspark' or the directory of one")
+    if not os.path.isdir(Path(kind)) and "/" not in str(kind):
+        shown = cut(repr(str(kind)))
+        raise ValueError(f"draft: {shown} is not a known draft; give 'mtp', 'dspark' or the directory of one")
     return checkpoints.resolve(kind)
 
 

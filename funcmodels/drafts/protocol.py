@@ -95,8 +95,9 @@ def verify(
     `counts`, which hold the root. Without `proposal.logits` a token is drawn after each of the window's, and drafts
     count while they equal it: a draft x is accepted with probability p(x). With them, a draft that was drawn from q is
     accepted with probability min(1, p(x) / q(x)), and a rejected one replaced by a draw from what p has more than q
-    (Leviathan et al. 2023): sum(min(p, q)) in all. `requests` number the rows for the noise (0, 1, ... by default). A
-    row without a choice, as `sample` has it, ends in a -1 that `accepted` counts.
+    (Leviathan et al. 2023): sum(min(p, q)) in all. `requests` number the rows for the noise (0, 1, ... by default).
+    Where there is no choice, as `sample` has it, a row's new tokens end, and `accepted` is 0 if there is none after the
+    root: whether that is the root's doing, or a draft's whose values are no numbers, says a forward of the root alone.
     """
     rows, steps = proposal.tokens.shape
     width = steps + 1
@@ -136,8 +137,9 @@ def _compared(
     positions = (proposal.start[:, None] + 1 + places).flatten()
     each = sampling.repeated(width)
     drawn = sample(windows.flatten(0, 1), each, requests.repeat_interleave(width), positions).view(rows, width)
-    equal = (drawn[:, :-1] == proposal.tokens).to(torch.int32)
-    accepted = 1 + equal.cumprod(1).sum(1)
+    equal = F.pad(drawn[:, :-1] == proposal.tokens, (1, 0), value=True)
+    # After a place without a choice nothing counts, nor does its own token.
+    accepted = (equal & (drawn >= 0)).to(torch.int32).cumprod(1).sum(1)
     return Verdict(torch.where(places < accepted[:, None], drawn, -1), accepted)
 
 
@@ -164,9 +166,9 @@ def _rejected(
     # After the last draft nothing was rejected: there the law is held against zeros.
     more, less = (x.gather(1, last[..., None].expand(-1, 1, vocab))[:, 0] for x in (p, F.pad(q, (0, 0, 0, 1))))
     drawn = _from_the_rest(more, less, keys_of(sampling.seed, requests, proposal.start + accepted))
-    drawn = torch.where(sane.gather(1, last)[:, 0], drawn, -1)
     tokens = torch.where(places < last, F.pad(drafts, (0, 1)), drawn[:, None])
-    return Verdict(torch.where(places <= last, tokens, -1), accepted)
+    accepted = accepted - (~sane.gather(1, last)[:, 0]).to(accepted)
+    return Verdict(torch.where(places < accepted[:, None], tokens, -1), accepted)
 
 
 def _from_the_rest(

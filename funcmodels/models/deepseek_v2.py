@@ -107,7 +107,7 @@ def forward(
 ) -> tuple[Output, State | None]:
     """Logits and final hidden of the batch's tokens, and the state that holds them too. See `Model.forward`."""
     taps = Taps(outputs, _tap_names(config))
-    step = begin(state, batch, keep_steps)
+    step = begin(state, batch, keep_steps, axes=(1,), kinds=(LatentPages,) * config.num_hidden_layers)
     rotary = _rotary(config, text_positions(batch, step))
     eps = config.rms_norm_eps
     entries: list[Entry | None] = []

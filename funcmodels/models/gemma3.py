@@ -108,7 +108,7 @@ def forward(
 ) -> tuple[Output, State | None]:
     """Logits and final hidden of the batch's tokens, and the state that holds them too. See `Model.forward`."""
     taps = Taps(outputs, [f"layers.{index}" for index in range(config.num_hidden_layers)])
-    step = begin(state, batch, keep_steps)
+    step = begin(state, batch, keep_steps, axes=(1,), kinds=(KeyValuePages,) * config.num_hidden_layers)
     x = _embedded(config, params, batch)
     places = text_positions(batch, step)
     angles = {kind: _angles(config, kind, places) for kind in dict.fromkeys(config.layer_types)}

@@ -49,7 +49,7 @@ class Gemma3Config:
 
 def read_config(given: Mapping[str, Any]) -> Gemma3Config:
     """The text model's config, from a text or a vision-language `config.json`. Raises `ConfigError`."""
-    text = configs.text_fields(given)
+    text = configs.text_fields(given, tied=True)
     fields = {"layer_types": _layer_types(text), **{name: value for name, value in text.items() if value is not None}}
     rope = _rope_sections(text)
     fields |= {

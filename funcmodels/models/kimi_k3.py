@@ -49,7 +49,7 @@ from ..state.batch import Batch
 from ..state.state import Entry, State
 from ..state.step import Step, begin, finish
 from .kimi_k3_config import KimiK3Config, is_kimi_k3, read_config
-from .kimi_linear import init_entries, tap_names
+from .kimi_linear import entry_kinds, init_entries, tap_names
 from .kimi_linear_config import LATENT_EPS
 
 __all__ = ["KimiK3Config", "KimiK3Params", "forward", "init_entries", "is_kimi_k3", "param_spec", "read_config"]
@@ -152,7 +152,7 @@ def forward(
     There is no stream after a layer: `layers.3` is what the layer behind it, or the head, reads of all sums.
     """
     taps = Taps(outputs, tap_names(config))
-    step = begin(state, batch, keep_steps)
+    step = begin(state, batch, keep_steps, kinds=entry_kinds(config))
     eps = config.rms_norm_eps
     entries: list[Entry | None] = []
     prefix = look_up(params.embed, batch.tokens)

@@ -144,7 +144,7 @@ def forward(
 ) -> tuple[Output, State | None]:
     """Logits and final hidden of the batch's tokens, and the state that holds them too. See `Model.forward`."""
     taps = Taps(outputs, tap_names(config))
-    step = begin(state, batch, keep_steps)
+    step = begin(state, batch, keep_steps, kinds=entry_kinds(config))
     eps = config.rms_norm_eps
     entries: list[Entry | None] = []
     x = look_up(params.embed, batch.tokens)
@@ -159,6 +159,11 @@ def forward(
         entries.append(entry)
     found = head_logits(normed, head_weight(params.embed, params.head), step, logits)
     return Output(found, normed, taps.taken()), finish(step, entries)
+
+
+def entry_kinds(config: KimiLinearConfig) -> list[type[Entry]]:
+    """What `init_entries` makes for each layer."""
+    return [DeltaNetState if config.is_linear(index) else LatentPages for index in range(config.num_hidden_layers)]
 
 
 def tap_names(config: KimiLinearConfig) -> list[str]:

@@ -139,7 +139,8 @@ def forward(
 ) -> tuple[Output, State | None]:
     """Logits and final hidden of the batch's tokens, and the state that holds them too. See `Model.forward`."""
     taps = Taps(outputs, _tap_names(config))
-    step = begin(state, batch, keep_steps)
+    kinds = [KeyValuePages if kind == "full_attention" else DeltaNetState for kind in config.layer_types]
+    step = begin(state, batch, keep_steps, axes=(1, 3), kinds=kinds)
     x = look_up(params.embed, batch.tokens)
     hidden, entries = decoder_layers(config, params.layers, params.norm, x, batch, step, taps)
     found = head_logits(hidden, head_weight(params.embed, params.head), step, logits)

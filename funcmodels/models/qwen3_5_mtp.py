@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..attention.gqa import key_value_pages
+from ..attention.gqa import KeyValuePages, key_value_pages
 from ..blocks.linear import head_weight, look_up, normalised, project
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state.batch import Batch
@@ -49,7 +49,8 @@ def mtp_forward(
     mtp = params.mtp
     if mtp is None:
         raise ValueError("mtp_forward: these parameters have no mtp head; load a checkpoint whose config has one")
-    step = begin(state, batch, keep_steps)
+    kinds = (KeyValuePages,) * config.mtp_num_hidden_layers
+    step = begin(state, batch, keep_steps, axes=(1, 3), kinds=kinds)
     eps = config.rms_norm_eps
     embedded = normalised(mtp.embed_norm, look_up(params.embed, batch.tokens), eps=eps)
     normed = normalised(mtp.hidden_norm, hidden, eps=eps)

@@ -187,8 +187,8 @@ def forward(
     `.mlp_inject` (the weights of the streams); and `mixed`, what goes to the head.
     """
     taps = Taps(outputs, _tap_names(config))
-    step = begin(state, batch, keep_steps)
-    rotary = place_angles(config, batch, step)
+    step = begin(state, batch, keep_steps, kinds=_entry_kinds(config))
+    rotary = place_angles(config, step)
     embedded = look_up(params.embed, batch.tokens)
     x = embedded[:, None].expand(-1, config.hc_count, -1)
     entries: list[Entry | None] = []
@@ -199,6 +199,15 @@ def forward(
     taps.offer("mixed", mixed)
     found = head_logits(mixed, head_weight(params.embed, params.head), step, logits)
     return Output(found, x.flatten(1), taps.taken()), finish(step, entries)
+
+
+def _entry_kinds(config: FlashNextConfig) -> list[type[Entry]]:
+    def kind(layer: int, name: str) -> type[Entry]:
+        if name == INDEXED:
+            return IndexedPages
+        return DeltaNetState if config.ple_index(layer) is None else NgramLayerState
+
+    return [kind(layer, name) for layer, name in enumerate(config.layer_types)]
 
 
 def _tap_names(config: FlashNextConfig) -> list[str]:
@@ -212,13 +221,9 @@ def _tap_names(config: FlashNextConfig) -> list[str]:
 
 
 def place_angles(
-    config: FlashNextConfig, batch: Batch, step: Step
+    config: FlashNextConfig, step: Step
 ) -> tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]]:
-    """Cosines and sines of the tokens' places. `ValueError` for a batch with positions of images."""
-    if batch.positions is not None:
-        raise ValueError(
-            "positions: index blocks turn by their place in the row, so this model reads text only; leave them out"
-        )
+    """Cosines and sines of the tokens' places. Positions are refused: index blocks turn by their place in the row."""
     return ops.rotary_angles(step.positions, rotary_dim=config.rotary_dim, theta=config.rope_theta)
 
 

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..attention.qsa import IndexedPages
 from ..blocks.hyper_connection import read_streams
 from ..blocks.linear import head_weight, look_up, normalised, project
 from ..output import LogitsOf, Output, Taps, head_logits
@@ -46,8 +47,8 @@ def mtp_forward(
     place before. `state` has the head's pages. Source: the head as serving engines run it; transformers has none.
     """
     mtp, eps = _head(params), config.rms_norm_eps
-    step = begin(state, batch, keep_steps)
-    rotary = place_angles(config, batch, step)
+    step = begin(state, batch, keep_steps, kinds=(IndexedPages,) * config.mtp_num_hidden_layers)
+    rotary = place_angles(config, step)
     embedded = normalised(mtp.embed_norm, look_up(params.embed, batch.tokens), eps=eps)
     # One mean of squares over all streams, unlike the norms of the connections.
     normed = normalised(mtp.hidden_norm, hidden, eps=eps).unflatten(-1, (config.hc_count, -1))

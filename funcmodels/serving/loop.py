@@ -260,15 +260,19 @@ class Drafted(Plain):
         """The new tokens of each row, none while its prompt is not in. Reads the device once a forward."""
         decoding = [row.live and row.through for row in self.table]
         offers: Offers = self._speculate(decoding, keys) if any(decoding) else [[] for _ in decoding]
-        inputs = [row.feed(self.setup.chunk) for row in self.table]
+        # A window without a choice says nothing of its root: drafts that are no numbers may reach what is before them.
+        alone = [one and not offer for one, offer in zip(decoding, offers, strict=True)]
+        inputs = [
+            self._alone(row) if one else row.feed(self.setup.chunk) for row, one in zip(self.table, alone, strict=True)
+        ]
         if any(inputs):
             first = self._prefill(inputs, keys)
             offers = [new or old for new, old in zip(first, offers, strict=True)]
         self._count(offers)
         return offers
 
-    def _prefill(self, inputs: Sequence[tuple[int, ...]], keys: Keys) -> Offers:
-        """Run the next piece of each prompt that is not in, while the other rows idle."""
+    def _prefill(self, inputs: Sequence[Sequence[int]], keys: Keys) -> Offers:
+        """Run the next piece of each prompt that is not in, or a newest token, while the other rows idle."""
         batch, out, offers = self._step(inputs, keys, steady=False)
         following: list[int] = []
         for row, new, offer in zip(self.table, inputs, offers, strict=True):
@@ -295,10 +299,15 @@ class Drafted(Plain):
         read = torch.cat((verdict.tokens, verdict.accepted[:, None]), 1).tolist()
         offers = [row[: row[-1]] for row in read]
         self._settle(new, [len(offer) for offer in offers])
-        for row, offer in zip(self.table, offers, strict=True):
-            if offer:
+        for row, one, offer in zip(self.table, decoding, offers, strict=True):
+            if one:
                 row.count_round([place + 1 < len(offer) for place in range(steps)])
         return offers
+
+    def _alone(self, row: Row) -> Sequence[int]:
+        """The newest token of a row, to be run without drafts behind it."""
+        row.count_round([False] * self.setup.draft_steps)
+        return row.tokens[-1:]
 
     def _keep(self, rows: Sequence[int]) -> None:
         """Keep only `rows`."""

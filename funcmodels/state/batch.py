@@ -14,6 +14,7 @@ from torch import Tensor
 from lowering.host import HostInt, readable, valueless
 from lowering.jit.tape import beforehand
 from lowering.protocols import Ragged
+from lowering.target import device_named
 from params.modes import lasting
 from params.tree import off_tree, static, tree, unchecked
 
@@ -93,6 +94,8 @@ class Batch(Ragged):
         if state is not None:
             beforehand(Ledger.check_room, state.ledger, tuple(counts), state.max_len)
             device = state.lengths.device if device is None else device
+        if device is not None and not isinstance(device, torch.device):
+            device = device_named(device)
         tokens = tokens.to(device)
         most = max(counts, default=0)
         uniform = most > 0 and min(counts) == most

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import sys
 import threading
 import weakref
 from bisect import bisect_right
@@ -200,8 +201,9 @@ class Lease:
         if not self.ended:
             self.pool.claim(self.pages)
 
-    def __del__(self) -> None:
-        self.end()
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not finalizing():  # the modules are gone by then
+            self.end()
 
 
 def _is_covered(over: Overwriting, epoch: int, least: HostInt, most: HostInt) -> bool:

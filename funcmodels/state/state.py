@@ -182,11 +182,15 @@ def check_usable(state: State) -> None:
 
 
 def check_followed() -> None:
-    """`StateError` inside of `torch.compile`, also where it runs a part plainly: it leaves out what the host does."""
-    if torch.compiler.is_dynamo_compiling() or eval_frame.get_eval_frame_callback() not in (None, False):
+    """`StateError` inside of `torch.export` and `torch.compile`, also where it runs a part plainly.
+
+    They leave out what the host does.
+    """
+    traced = torch.compiler.is_exporting() or torch.compiler.is_dynamo_compiling()
+    if traced or eval_frame.get_eval_frame_callback() not in (None, False):
         raise StateError(
-            "torch.compile cannot follow a state, whose pages and lengths are kept on the host; capture the function "
-            "with lowering.jit, or pass state=None"
+            "torch.compile and torch.export cannot follow a state, whose pages and lengths are kept on the host; "
+            "capture the function with lowering.jit, or pass state=None"
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -39,8 +40,8 @@ by token are meant for. The window of a DFlash block, at its default size, is as
 class Step:
     """The rows of one forward.
 
-    `row` is each token's row (padding: the scratch row), `positions` its place in the row, `slots` where its
-    appended entries go. `lengths` count the new tokens. Without a state, `slots`, `lengths` and `page_table` are None.
+    `row` is each token's row (padding: the scratch row), `positions` its place in the row. `lengths` count the new
+    tokens. Without a state, `slots`, `lengths` and `page_table` are None.
     """
 
     query_start: Int[Tensor, " ends"]
@@ -51,11 +52,21 @@ class Step:
     keep_steps: bool
     lengths: Int[Tensor, " rows"] | None = None
     page_table: Int[Tensor, "rows max_pages"] | None = None
-    slots: Int[Tensor, " tokens"] | None = None
+    places: Int[Tensor, " tokens"] | None = None
     host: HostLengths | None = None
-    log: TokenLog | None = None
+    hashes: Int[Tensor, " tokens"] | None = None
     state: State | None = None
     ledger: Ledger | None = None
+
+    @cached_property
+    def slots(self) -> Int[Tensor, " tokens"] | None:
+        """Where each token's appended entries go. Whoever asks writes there: the first time, the leases note it.
+
+        So ask after all checks: what is refused before has overwritten nobody's tokens.
+        """
+        if self.state is not None and self.ledger is not None and not valueless(self.state.lengths):
+            self.ledger.claim(self.state.ledger)
+        return self.places
 
     def past(self, layer: int, kind: type[E]) -> E | None:
         """The entry of `layer` before this forward, None without a state. `StateError` unless it is of that kind."""
@@ -63,18 +74,21 @@ class Step:
             return None
         if layer >= len(self.state.layers):
             raise StateError(_other_model(self.state, f"more than {layer}"))
-        entry = self.state.layers[layer]
-        if not isinstance(entry, kind):
-            raise StateError(
-                f"the state's entry for layer {layer} is {type(entry).__name__}, the layer needs {kind.__name__}; make "
-                "the state with the init_state of a model whose config is that of the parameters"
-            )
-        return entry
+        return _entry(self.state, layer, kind)
 
 
-def begin(state: State | None, batch: Batch, keep_steps: bool = False) -> Step:
-    """Check the call, reserve pages, and lay out the rows."""
+def begin(
+    state: State | None, batch: Batch, keep_steps: bool = False, *, axes: Sequence[int] = (),
+    kinds: Sequence[type[Entry]] = (),
+) -> Step:  # fmt: skip
+    """Check the call, reserve pages, and lay out the rows.
+
+    `axes` are the numbers of axes of positions that the caller reads: a batch with others is a `ValueError`. `kinds`
+    are those of its layers' entries: a state with others is refused before a token is written to it. Without them each
+    layer's is held against the state when `Step.past` is asked for it.
+    """
     check_layout(batch)
+    _check_positions(batch, axes)
     tokens = batch.tokens.shape[0]
     row = _rows_of(batch)
     if state is None:
@@ -82,18 +96,17 @@ def begin(state: State | None, batch: Batch, keep_steps: bool = False) -> Step:
             raise StateError("keep_steps=True needs a state to commit; pass one, or leave keep_steps out")
         offset = torch.arange(tokens, device=row.device) - batch.query_start[row.clamp(max=batch.rows - 1)]
         return Step(batch.query_start, offset, row, batch.max_query, batch.uniform, False)
+    check_followed()
+    _check_kinds(state, kinds)
     state, ledger = _grown(state, batch, keep_steps)
     new = batch.query_start.diff()
     first = torch.cat((state.lengths, state.lengths.new_zeros(1)))
     start = batch.query_start
     positions = first[row] + torch.arange(tokens, device=row.device, dtype=torch.int32) - start[row]
-    slots = _slots(state, row, positions)
-    log = state.log
-    if log is not None:
-        log = written(log, _hashes(batch, positions), slots, row, start, batch.max_query if keep_steps else None)
+    hashes = None if state.log is None else _hashes(batch, positions)
     return Step(
         start, positions, row, batch.max_query, batch.uniform, keep_steps, state.lengths + new, state.page_table,
-        slots, _host_lengths(batch, ledger), log, state, ledger,
+        _slots(state, row, positions), _host_lengths(batch, ledger), hashes, state, ledger,
     )  # fmt: skip
 
 
@@ -106,10 +119,19 @@ def finish(step: Step, layers: Sequence[Entry | None]) -> State | None:
     if len(entries) != len(state.layers):
         raise StateError(_other_model(state, str(len(entries))))
     new = step.query_start.diff()
-    pending = new if step.keep_steps else None
     return replace(
-        state, lengths=state.lengths + new, layers=entries, pending=pending, log=step.log, ledger=step.ledger
-    )
+        state, lengths=state.lengths + new, layers=entries, pending=new if step.keep_steps else None,
+        log=_logged(step, state), ledger=step.ledger,
+    )  # fmt: skip
+
+
+def _logged(step: Step, state: State) -> TokenLog | None:
+    """The state's log with the new tokens. The leases note these here where no layer has pages."""
+    slots = step.slots
+    if state.log is None or step.hashes is None or slots is None:
+        return None
+    kept = step.max_query if step.keep_steps else None
+    return written(state.log, step.hashes, slots, step.row, step.query_start, kept)
 
 
 def writable(pages: A, *made: Tensor) -> A:
@@ -123,15 +145,34 @@ def writable(pages: A, *made: Tensor) -> A:
 
 
 def text_positions(batch: Batch, step: Step) -> Int[Tensor, " tokens"]:
-    """Rotary positions of a model of text: the batch's own, or the tokens' places. `ValueError` for those of images."""
-    if batch.positions is None:
-        return step.positions
-    if batch.positions.shape[0] != 1:
-        raise ValueError(
-            f"positions have {batch.positions.shape[0]} axes, and this model takes those of text; give one axis, or "
-            "leave them out"
+    """Rotary positions of a model of text, whose step has one axis of them: the batch's own, or the tokens' places."""
+    return step.positions if batch.positions is None else batch.positions[0]
+
+
+def _check_positions(batch: Batch, axes: Sequence[int]) -> None:
+    if batch.positions is None or batch.positions.shape[0] in axes:
+        return
+    found = f"positions have {batch.positions.shape[0]} axes, and this model"
+    if not axes:
+        raise ValueError(f"{found} reads none: tokens stand where they lie in their rows; leave positions out")
+    raise ValueError(f"{found} takes those of text; give one axis, or leave them out")
+
+
+def _check_kinds(state: State, kinds: Sequence[type[Entry]]) -> None:
+    if kinds and len(kinds) != len(state.layers):
+        raise StateError(_other_model(state, str(len(kinds))))
+    for layer, kind in enumerate(kinds):
+        _entry(state, layer, kind)
+
+
+def _entry(state: State, layer: int, kind: type[E]) -> E:
+    entry = state.layers[layer]
+    if not isinstance(entry, kind):
+        raise StateError(
+            f"the state's entry for layer {layer} is {type(entry).__name__}, the layer needs {kind.__name__}; make "
+            "the state with the init_state of a model whose config is that of the parameters"
         )
-    return batch.positions[0]
+    return entry
 
 
 def _other_model(state: State, layers: str) -> str:
@@ -150,7 +191,6 @@ def _rows_of(batch: Batch) -> Tensor:
 
 def _grown(state: State, batch: Batch, keep_steps: bool) -> tuple[State, Ledger]:
     """The state, checked and with pages for its new tokens, and the ledger of the state that has them."""
-    check_followed()
     check_usable(state)
     _check_transforms(state)
     beforehand(Ledger.check_room, state.ledger, batch.most, state.max_len)
@@ -165,9 +205,7 @@ def _grown(state: State, batch: Batch, keep_steps: bool) -> tuple[State, Ledger]
     if valueless(state.lengths):  # nothing is written: what runs the trace reserves pages, and claims them
         return state, ledger
     before, state = state, ready(state, [ledger])
-    ledger = ledger if state is before else state.ledger.grow(*growth)
-    ledger.claim(state.ledger)
-    return state, ledger
+    return state, ledger if state is before else state.ledger.grow(*growth)
 
 
 def ready(state: State, versions: Sequence[Ledger]) -> State:

@@ -19,7 +19,7 @@ from params.spec import TensorSpec
 from .. import registry
 from .. import target as targets
 from ..op import FUSED, unread_weight
-from ..policy import MODE, Policy, check
+from ..policy import MODE, Policy, check, enter, leave
 from ..target import Target
 from .sheet import Sheet
 from .trace import DryRun
@@ -165,12 +165,12 @@ def dry(target: Target | None, policy: Policy, run: DryRun) -> Iterator[tuple[Fa
     """Inside the block ops are chosen for `target` and go to `run`; the mode that makes tensors without values."""
     check(policy)
     report = Report()
-    token = MODE.set(replace(MODE.get(), policy=policy, target=target, report=report, dry=run))
+    token = enter(replace(MODE.get(), policy=policy, target=target, report=report, dry=run))
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake, run.recorder:
             yield fake, report
     finally:
-        MODE.reset(token)
+        leave(token)
 
 
 def abstract(value: Any, fake: FakeTensorMode) -> Any:

@@ -19,7 +19,8 @@ again.
 
 @attention_residual.kernel("torch_blocked", targets=("cpu",))
 def _blocked(bank, prefix, norm, proj, *, eps):
-    step = max(1, BLOCK // max((bank.shape[1] + 1) * bank.shape[2], 1))
+    # No more than there are: Torch 2.10 does not trace a split of nothing into more.
+    step = min(max(1, BLOCK // max((bank.shape[1] + 1) * bank.shape[2], 1)), bank.shape[0])
     query = wide(norm) * wide(proj)
     blocks = zip(bank.split(step), prefix.split(step), strict=True)
     return torch.cat([_mean(torch.cat((held, last[:, None]), 1), query, eps) for held, last in blocks])

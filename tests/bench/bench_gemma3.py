@@ -20,9 +20,10 @@ import funcmodels as fm
 import lowering
 import params as checkpoints
 from lowering import ops
+from lowering.cases.case import DECODE_4K
 from tests.bench.bench_qwen3_5 import DTYPES, Pair, decode, prefill, product_rate, read_bandwidth, report
 from tests.bench.timing import best
-from tests.cases import DECODE_4K, Draw, paged
+from tests.cases import Draw, paged
 
 WINDOW, LONG = 512, 4096
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from funcmodels.checkpoint import loading
 from funcmodels.checkpoint.text import Tokenizer
 from tests import tiny
 from tests.oracle.states import refuses
+
+SMALL = fm.build(loading.BUNDLED)
 
 
 @pytest.fixture(scope="module")
@@ -189,12 +193,41 @@ def test_bundled_stands_for_the_directory_in_the_package(
     ("given", "kind", "message"),
     [
         ({"path_or_hub_id": "nowhere"}, fm.CheckpointError, "no directory nowhere"),
+        ({"path_or_hub_id": "a" * 5000}, fm.CheckpointError, "no directory a.*is not a hub id"),
+        ({"path_or_hub_id": "a/" * 5000}, fm.CheckpointError, "no directory a.*is not a hub id"),
+        ({"path_or_hub_id": None}, TypeError, "a checkpoint is a directory or a hub id .*, found None"),
         ({"dtype": torch.int8}, fm.CheckpointError, "cannot have dtype"),
+        ({"dtype": torch.float8_e5m2}, fm.CheckpointError, "cannot have dtype"),
+        ({"dtype": "float32"}, TypeError, "dtype must be a torch.dtype such as torch.bfloat16, found 'float32'"),
     ],
 )
 def test_mistakes(given: dict[str, Any], kind: type[Exception], message: str, directory: Path) -> None:
-    with pytest.raises(kind, match=message):
+    with pytest.raises(kind, match=message) as caught:
         fm.load(**{"path_or_hub_id": directory, **given})
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "kind", "message"),
+    [
+        (SMALL.init_params, {"dtype": "float32"}, TypeError, "dtype must be a torch.dtype"),
+        (SMALL.init_params, {"dtype": torch.int32}, fm.CheckpointError, "cannot have dtype torch.int32"),
+        (partial(loading.without_weights, "bundled"), {"dtype": "bfloat16"}, TypeError, "dtype must be a torch.dtype"),
+        (partial(fm.draft, SMALL, "dspark"), {"dtype": "bfloat16"}, TypeError, "dtype must be a torch.dtype"),
+        (partial(fm.draft, SMALL), {"kind": "a" * 5000}, ValueError, "is not a known draft"),
+        (fm.build, {"config": 3}, TypeError, "build: expected a config dictionary, or where one lies, found 3"),
+        (fm.build, {"config": "a" * 5000}, fm.CheckpointError, "has no config.json"),
+        (trees.tensor_names, {"directory": "a" * 5000}, fm.CheckpointError, "is no directory"),
+        (partial(fm.Batch.from_lists, [[1]]), {"device": "gpu"}, ValueError, "device 'gpu' cannot be used here"),
+        (partial(fm.Batch.from_lists, [[1]]), {"device": 1.5}, TypeError, "device must be a name"),
+    ],
+)
+@pytest.mark.plain
+def test_mistakes_elsewhere(
+    call: Callable[..., Any], given: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        call(**given)
 
 
 def test_a_mesh_that_is_none(directory: Path) -> None:

@@ -197,6 +197,29 @@ def test_a_text_ends_before_the_first_stop_string(name: str, seed: int, tmp_path
     assert ends > 20
 
 
+@pytest.mark.parametrize("name", STOPPING)
+@pytest.mark.parametrize(
+    ("stop", "ends", "after"),
+    [
+        ("p<|im_end|>", None, "c"), ("<|im_end|>", "ap{}", ""), ("<|im_end|>c", "ap{}", "c"),
+        ("\ufffd<|im_end|>c", "ap{}", "c"), ("p<|im_end|>", None, ""), ("pc<|im_end|>", None, "c"),
+    ],
+)  # fmt: skip
+def test_half_a_character_stands_before_a_special_token(
+    name: str, stop: str, ends: str | None, after: str, tmp_path: Path
+) -> None:
+    """It parts what is before it from the token, whatever becomes of it; the token is no end of it for other texts."""
+    tokens, tokenizer = both(KINDS[name](), tmp_path)
+    names = tokens.get_vocab()
+    half = [names[BYTE_CHARS[byte] if name == "byte_level" else f"<0x{byte:02X}>"] for byte in "🌍".encode()[:2]]
+    ids = [*map(names.__getitem__, "ap"), *half, names["<|im_end|>"], *map(names.__getitem__, after)]
+    stream = TextStream(tokenizer, [stop])
+    text, shown = "".join(streamed(stream, ids)), tokens.decode([*ids[:2], *half])[2:]
+    assert stream.stopped == (ends is not None)
+    expected = tokens.decode(ids) if ends is None else ends.format(shown)
+    assert text == expected.removesuffix("\ufffd" if stop.startswith("\ufffd") else "")
+
+
 def cut(tokens: Tokens, ids: list[int], stops: list[str]) -> tuple[str, int]:
     """The text before the first stop string, and how many tokens it took: each beginning decoded anew."""
     for count in range(1, len(ids) + 1):

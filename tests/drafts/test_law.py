@@ -272,8 +272,7 @@ def test_logits_that_are_no_numbers_end_a_window() -> None:
     logits[..., 4] = 9
     logits[1, 1] = torch.nan
     logits[2, 0, 0] = torch.inf
-    drawn, accepted = ours(
-        logits, torch.full((3, 2), 4), fm.Sampling(), torch.arange(3), torch.zeros(3, dtype=torch.int64)
-    )
-    assert accepted.tolist() == [3, 2, 1]
+    drafts = torch.tensor([[4, 4], [4, -1], [4, 4]])  # what is no token is not that which could not be drawn
+    drawn, accepted = ours(logits, drafts, fm.Sampling(), torch.arange(3), torch.zeros(3, dtype=torch.int64))
+    assert accepted.tolist() == [3, 1, 0]
     assert drawn.tolist() == [[4, 4, 4], [4, -1, -1], [-1, -1, -1]]

@@ -265,7 +265,7 @@ def test_logits_that_are_no_numbers_end_a_window() -> None:
         out = fm.Output(wide.flatten(0, 1), torch.zeros(12, 1), {})
         none = torch.zeros(4, dtype=torch.int64)
         verdict = fm.verify(out, fm.Proposal(none, drafts, none, laws), given)
-        assert verdict.accepted.tolist() == [3, 2, 1, 3]
+        assert verdict.accepted.tolist() == [3, 1, 0, 2]
         draft = int(drafts[0, 0])
         assert verdict.tokens.tolist() == [[draft] * 3, [draft, -1, -1], [-1, -1, -1], [draft, draft, -1]]
 

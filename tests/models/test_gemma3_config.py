@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,21 @@ def test_published_sizes(size: str) -> None:
     layers = fields["num_hidden_layers"]
     assert [config.window(layer) is None for layer in range(layers)] == [(n + 1) % 6 == 0 for n in range(layers)]
     assert config.rope_factor == (1.0 if size == "1b" else 8.0) and config.rope_local_factor == 1.0
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("outer", [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}])
+@pytest.mark.parametrize("nested", [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}])
+def test_a_wrapper_says_whether_the_head_is_tied(outer: dict[str, Any], nested: dict[str, Any], tmp_path: Path) -> None:
+    """By its default where it is silent: what its text section says ties nothing."""
+    from transformers import Gemma3Config as Wrapper
+
+    theirs = Wrapper(**outer, text_config=BASE | nested)
+    given = {"model_type": "gemma3", "text_config": BASE | nested, **outer}
+    model = fm.build(given)
+    assert model.config.tie_word_embeddings == theirs.tie_word_embeddings
+    fm.save(model, model.init_params(), tmp_path)
+    assert fm.build(tmp_path).config == model.config
 
 
 ROPE: list[dict[str, Any]] = [

@@ -165,17 +165,6 @@ def test_gradients_example_by_example() -> None:
     assert_close(each, expected, looser=20, reason="a backward in another order")
 
 
-def test_positions_turn_nothing() -> None:
-    """Attention without rotation: what a token sees is its row, wherever it is said to stand."""
-    one = pair("published", 0)
-    (ids,) = tokens(one, 6)
-    batch = fm.Batch.from_lists([ids])
-    plain = one.model.forward(one.params, None, batch)[0].logits
-    moved = replace(batch, positions=torch.tensor([[0, 5, 9, 20, 21, 40]]))
-    assert torch.equal(one.model.forward(one.params, None, moved)[0].logits, plain)
-    assert (one.model.forward(one.params, None, fm.Batch.from_lists([ids[::-1]]))[0].logits[-1] - plain[-1]).any()
-
-
 def test_projections_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """One projection a layer; the convolution, both gates' latents and the write strength are views of it."""
     one = build(sizes("published", 0), 0, torch.bfloat16)

@@ -352,7 +352,7 @@ def test_what_the_model_refuses() -> None:
     with pytest.raises(ValueError, match=r"page_size 6 is not a multiple of 4.*as 8"):
         one.model.init_state(1, 8, page_size=6)
     batch = fm.Batch.from_lists([[1, 2]])
-    with pytest.raises(ValueError, match="reads text only; leave them out"):
+    with pytest.raises(ValueError, match=r"this model reads none: .*; leave positions out"):
         one.model.forward(one.params, None, replace(batch, positions=torch.zeros(3, 2, dtype=torch.int64)))
     with pytest.raises(ValueError, match=r"nearest: layers\.0\.router"):
         one.model.forward(one.params, None, batch, outputs=("layers.0.ruter",))

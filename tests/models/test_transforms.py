@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -179,7 +180,7 @@ def test_an_exported_forward_takes_other_batches(strict: bool) -> None:
 @pytest.mark.compile
 @pytest.mark.parametrize("kind", ["gemma3", pytest.param("qwen_dense", marks=pytest.mark.sweep)])
 def test_a_compiled_forward_is_compiled_once_for_all_lengths(kind: str) -> None:
-    """Once for the first one, and once for any; and again under another policy."""
+    """Once for the first one, and once for any; and again under another policy of this thread."""
     model, params = made(kind)
     counter = CompileCounter()
     compiled = torch.compile(model.forward, fullgraph=True, backend=counter)
@@ -187,6 +188,11 @@ def test_a_compiled_forward_is_compiled_once_for_all_lengths(kind: str) -> None:
         batch = fm.Batch.from_lists([[token % 60 for token in range(count)], [4, 5]])
         found, expected = (run(params, None, batch)[0].logits for run in (compiled, model.forward))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    other = lowering.use(attention="torch")
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(other.__enter__).result()
+        compiled(params, None, fm.Batch.from_lists([[1, 2, 3, 4, 5], [4, 5]]))
+        thread.submit(other.__exit__, None, None, None).result()
     assert counter.frame_count == 2
     with lowering.use(attention="torch"), lowering.record() as report:
         compiled(params, None, fm.Batch.from_lists([[1, 2, 3, 4, 5], [4, 5]]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 import funcmodels as fm
+from params import tree
 from tests import tiny
+from tests.oracle import deepseek_v2, kimi_linear, qwen3_5
 from tests.sampling.test_penalties import penalised
 
 PROMPTS = [[5, 9, 200, 31, 7], [100], [17, 30, 44, 250, 81, 66, 3, 12, 90, 71, 33], [2, 2, 2], [301, 77], [8] * 20]
@@ -19,6 +22,7 @@ SAMPLED = fm.Sampling(temperature=1.2, top_k=60, top_p=0.95, min_p=0.002, seed=9
 MIXED = [SAMPLED if index % 2 else fm.Sampling() for index in range(len(PROMPTS))]
 
 Loaded = tuple[fm.Model, Any]
+Plainly = Callable[..., list[fm.Result]]
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +95,27 @@ def outcome(results: list[fm.Result]) -> list[tuple[Any, ...]]:
     return [(x.tokens, x.text, x.finish_reason, x.prompt_tokens) for x in results]
 
 
+@pytest.fixture(scope="module")
+def plainly(loaded: Loaded) -> Plainly:
+    """`plainly(new, **given)`: what the prompts give without a draft, run once for all drafts that are held to it."""
+    found: dict[str, list[fm.Result]] = {}
+
+    def run(new: int, **given: Any) -> list[fm.Result]:
+        key = repr((new, sorted(given.items())))
+        if key not in found:
+            found[key] = fm.generate(*loaded, PROMPTS, new, **given)
+        return found[key]
+
+    return run
+
+
 @pytest.mark.parametrize("sampling", [fm.Sampling(), SAMPLED, MIXED], ids=["greedy", "sampled", "mixed"])
 @pytest.mark.parametrize(("rows", "chunk", "steps"), [(6, 512, 3), (2, 4, 1), (1, 512, 7), (4, 3, 2)])
-def test_the_head_changes_nothing_but_rounds(rows: int, chunk: int, steps: int, sampling: Any, loaded: Loaded) -> None:
+def test_the_head_changes_nothing_but_rounds(
+    rows: int, chunk: int, steps: int, sampling: Any, loaded: Loaded, plainly: Plainly
+) -> None:
     setup: dict[str, Any] = {"rows": rows, "chunk": chunk, "eos": (), "sampling": sampling, "page_size": 8}
-    plain = fm.generate(*loaded, PROMPTS, NEW, **setup)
+    plain = plainly(NEW, **setup)
     drafted = fm.generate(*loaded, PROMPTS, NEW, draft="mtp", draft_steps=steps, **setup)
     assert outcome(drafted) == outcome(plain)
     assert all(len(result.accepted) == steps for result in drafted)
@@ -106,10 +126,10 @@ def test_the_head_changes_nothing_but_rounds(rows: int, chunk: int, steps: int, 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize(("rows", "chunk", "steps"), [(6, 512, 3), (2, 4, 1), (3, 5, 7)])
 def test_no_draft_changes_the_tokens(
-    rows: int, chunk: int, steps: int, wrong: str, sampling: Any, loaded: Loaded
+    rows: int, chunk: int, steps: int, wrong: str, sampling: Any, loaded: Loaded, plainly: Plainly
 ) -> None:
     setup: dict[str, Any] = {"rows": rows, "chunk": chunk, "eos": (), "sampling": sampling, "page_size": 8}
-    plain = fm.generate(*loaded, PROMPTS, NEW, **setup)
+    plain = plainly(NEW, **setup)
     draft = scripted(PROMPTS, plain, WRONG[wrong])
     drafted = fm.generate(*loaded, PROMPTS, NEW, draft=draft, draft_steps=steps, **setup)
     assert outcome(drafted) == outcome(plain)
@@ -146,17 +166,26 @@ def one_at_a_time(loaded: Loaded, prompt: list[int], number: int, given: fm.Samp
     return text[len(prompt) :]
 
 
+@pytest.fixture(scope="module")
+def alone(loaded: Loaded) -> list[list[int]]:
+    """What each prompt gives by itself."""
+    each = enumerate(zip(PROMPTS, PENALTIES, strict=True))
+    return [one_at_a_time(loaded, prompt, number, given) for number, (prompt, given) in each]
+
+
 @pytest.mark.parametrize("draft", [None, "mtp"])
 @pytest.mark.parametrize(("rows", "chunk"), [(6, 512), (2, 4)])
-def test_penalties_go_by_the_tokens_of_each_row(draft: str | None, rows: int, chunk: int, loaded: Loaded) -> None:
+def test_penalties_go_by_the_tokens_of_each_row(
+    draft: str | None, rows: int, chunk: int, loaded: Loaded, plainly: Plainly, alone: list[list[int]]
+) -> None:
     """Rows that ask for them and rows that do not, rows that are given to other prompts."""
     setup: dict[str, Any] = {"rows": rows, "chunk": chunk, "eos": (), "sampling": PENALTIES, "page_size": 8}
     found = fm.generate(*loaded, PROMPTS, NEW, draft=draft, **setup)
-    for number, (prompt, given, result) in enumerate(zip(PROMPTS, PENALTIES, found, strict=True)):
-        assert result.tokens == one_at_a_time(loaded, prompt, number, given), number
+    for number, (given, result) in enumerate(zip(PENALTIES, found, strict=True)):
+        assert result.tokens == alone[number], number
         assert given != PENALISED or 200 not in result.tokens
     setup["sampling"] = [replace(given, **OFF) for given in PENALTIES]
-    free = fm.generate(*loaded, PROMPTS, NEW, **setup)
+    free = plainly(NEW, **setup)
     assert [x.tokens == y.tokens for x, y in zip(found, free, strict=True)] == [False, True, False, True, False, False]
 
 
@@ -164,8 +193,10 @@ OFF: dict[str, Any] = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "freq
 
 
 @pytest.mark.parametrize("wrong", ["right", "every third"])
-def test_drafts_of_penalised_rows_are_verified_with_what_the_window_has(wrong: str, loaded: Loaded) -> None:
-    plain = fm.generate(*loaded, PROMPTS, NEW, sampling=PENALTIES, eos=())
+def test_drafts_of_penalised_rows_are_verified_with_what_the_window_has(
+    wrong: str, loaded: Loaded, plainly: Plainly
+) -> None:
+    plain = plainly(NEW, sampling=PENALTIES, eos=())
     draft = scripted(PROMPTS, plain, WRONG[wrong])
     drafted = fm.generate(*loaded, PROMPTS, NEW, draft=draft, draft_steps=5, rows=4, sampling=PENALTIES, eos=())
     assert outcome(drafted) == outcome(plain)
@@ -174,14 +205,14 @@ def test_drafts_of_penalised_rows_are_verified_with_what_the_window_has(wrong: s
 
 @pytest.mark.parametrize("wrong", ["right", "every other"])
 @pytest.mark.parametrize("steps", [1, 3, 6])
-def test_rows_end_inside_a_window(wrong: str, steps: int, loaded: Loaded) -> None:
+def test_rows_end_inside_a_window(wrong: str, steps: int, loaded: Loaded, plainly: Plainly) -> None:
     """At every place of a window, by length and by an end token; the row then goes to another prompt."""
-    whole = fm.generate(*loaded, PROMPTS, NEW, eos=())
+    whole = plainly(NEW, eos=())
     draft = scripted(PROMPTS, whole, WRONG[wrong])
     ends = tuple(result.tokens[4 + index] for index, result in enumerate(whole))
     for length in range(1, 11):
         setup: dict[str, Any] = {"eos": ends[: length // 2], "rows": 2, "page_size": 8}
-        plain = fm.generate(*loaded, PROMPTS, length, **setup)
+        plain = plainly(length, **setup)
         assert outcome(fm.generate(*loaded, PROMPTS, length, draft=draft, draft_steps=steps, **setup)) == outcome(plain)
         reasons = {result.finish_reason for result in plain}
     assert reasons == {"eos", "length"}
@@ -225,6 +256,39 @@ def test_drafts_that_are_no_tokens_are_never_taken(away: int, loaded: Loaded) ->
     plain = fm.generate(*loaded, PROMPTS, NEW, eos=())
     draft = Outside(scripted(PROMPTS, plain).texts, lambda place: away)
     assert outcome(fm.generate(*loaded, PROMPTS, NEW, eos=(), draft=draft)) == outcome(plain)
+
+
+class Poisoned(Scripted):
+    """Drafts token 1 somewhere in most windows, in none of some, and the text everywhere else."""
+
+    def propose(self, *args: Any, **kwargs: Any) -> tuple[fm.Proposal, fm.State]:
+        """At a place that goes by the row's length."""
+        proposal, state = super().propose(*args, **kwargs)
+        places = torch.arange(proposal.tokens.shape[1])
+        here = places == (proposal.start % (len(places) + 1))[:, None]
+        return replace(proposal, tokens=torch.where(here, 1, proposal.tokens)), state
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("sampling", [fm.Sampling(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "one",
+    [lambda: qwen3_5.pair("dense"), lambda: deepseek_v2.pair("full"), lambda: kimi_linear.pair("published")],
+    ids=["delta", "latent", "both"],
+)
+def test_drafts_that_are_no_numbers_change_nothing(one: Any, sampling: fm.Sampling, value: float) -> None:
+    """What a rejected one leaves in its window reaches the tokens before it, and must not end their row."""
+    one = one()
+    weight = one.params.embed.weight.clone()
+    weight[1] = value
+    params, prompts = tree.put(one.params, "embed.weight", weight), [[5, 9, 20, 31, 7], [10], [17, 30, 44, 25, 2, 6, 3]]
+    given: dict[str, Any] = {"eos": (), "sampling": sampling, "page_size": 8, "numbers": [0, 4, 5]}
+    plain = fm.generate(one.model, params, prompts, 14, **given)
+    assert {result.finish_reason for result in plain} == {"length"}
+    draft = Poisoned(scripted(prompts, plain).texts, lambda place: 0)
+    drafted = fm.generate(one.model, params, prompts, 14, draft=draft, **given)
+    assert outcome(drafted) == outcome(plain)
+    assert all(sum(result.accepted) > 0 for result in drafted), "other windows are taken as they were"
 
 
 @pytest.mark.plain

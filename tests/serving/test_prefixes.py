@@ -172,6 +172,7 @@ def trees() -> list[list[int]]:
     return [prompt or [1] for prompt in found][:16]
 
 
+@pytest.mark.plain  # the tests around it run the same calls with checks
 @pytest.mark.parametrize("sampling", [fm.Sampling(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("rows", "chunk", "page_size"), [(1, 512, 4), (3, 5, 8), (16, 512, 3), (5, 2, 1)])
 def test_sharing_changes_no_token(

@@ -18,6 +18,7 @@ import params
 from funcmodels.model import FAMILIES
 from tests.oracle.qwen3_5 import Pair, pair, tokens
 from tests.oracle.states import advance, assert_rows_close, per_row, refuses
+from tests.sharding import kinds as families
 from tests.tolerances import assert_close
 
 
@@ -241,7 +242,7 @@ def test_a_state_of_another_model(one: Pair) -> None:
     kinds = list(one.config.layer_types)
     for others, message in (
         ([*kinds, "full_attention"], f"the state has entries for {layers + 1} layers, the parameters have {layers}"),
-        (kinds[:-1], f"the state has entries for {layers - 1} layers, the parameters have more"),
+        (kinds[:-1], f"the state has entries for {layers - 1} layers, the parameters have {layers}"),
         (kinds[::-1], "the state's entry for layer 0 is"),
     ):
         other = fm.build({**one.model.config_json, "num_hidden_layers": len(others), "layer_types": others})
@@ -552,6 +553,46 @@ def test_a_refused_call_has_overwritten_nothing(one: Pair, state: fm.State) -> N
     advance(one, held, [[1], [1]])
 
 
+@pytest.mark.plain
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("kind", families.KINDS)
+def test_positions_that_a_model_does_not_read(kind: str, captured: bool) -> None:
+    """Are refused before anything is noted, as are parameters of other layers; read ones move what is attended to."""
+    model, weights = families.whole(kind)
+    forward = lowering.jit(model.forward, backend="fx") if captured else model.forward
+    _, state = model.forward(weights, model.init_state(1, 24, page_size=4, pages=8), fm.Batch.from_lists([[3] * 5]))
+    batch = fm.Batch.from_lists([[4, 5, 6]], state)
+    out, held = model.forward(weights, state, batch)
+    free = state.ledger.leases[0].pool.free
+    read = {"qwen_dense": (1, 3), "qwen_moe": (1, 3), "gemma3": (1,), "deepseek_v2": (1,)}.get(kind, ())
+    for axes in {1, 3} - {*read}:
+        with pytest.raises(ValueError, match=f"positions have {axes} axes, and this model (reads none|takes those of)"):
+            forward(weights, state, replace(batch, positions=torch.tensor([[9, 7, 11]]).expand(axes, -1)))
+    with pytest.raises(ValueError, match=r"params have \d+ layers, this model's config \d+; .*fm\.build"):
+        forward(replace(weights, layers=weights.layers[:-1]), state, batch)
+    assert state.ledger.leases[0].pool.free == free
+    model.forward(weights, held, batch)
+    for axes in read:
+        placed = replace(batch, positions=torch.tensor([[9, 7, 11]]).expand(axes, -1))
+        assert (model.forward(weights, held, placed)[0].logits - out.logits).abs().max() > 1e-3
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("changes", [{"layers": 1}, {"layers": -1}, {"head_dim": 2}, {"last": 1}])
+def test_a_model_that_refuses_the_state_of_another(one: Pair, state: fm.State, changes: dict[str, int]) -> None:
+    """Has overwritten nothing of it."""
+    _, held = advance(one, state, [[5], [6]])
+    kinds, config = list(one.config.layer_types), one.model.config_json
+    kinds = {1: [*kinds, "full_attention"], -1: kinds[:-1]}.get(changes.get("layers", 0), kinds)
+    if "last" in changes:
+        kinds[-1] = next(kind for kind in kinds if kind != kinds[-1])
+    size = one.config.head_dim * changes.get("head_dim", 1)
+    other = fm.build({**config, "num_hidden_layers": len(kinds), "layer_types": kinds, "head_dim": size})
+    with pytest.raises(fm.StateError, match="make the state with the init_state of a model whose config is that"):
+        other.forward(other.init_params(), state, fm.Batch.from_lists([[1], [2]], state))
+    advance(one, held, [[1], [1]])
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_state_is_not_for_torch_compile(one: Pair, whole: bool) -> None:
@@ -562,6 +603,17 @@ def test_a_state_is_not_for_torch_compile(one: Pair, whole: bool) -> None:
     with torch.no_grad(), pytest.raises((fm.StateError, Unsupported), match=r"StateError|lowering\.jit"):
         compiled(one.params, state, batch)
     advance(one, state, [[5, 6, 7]])
+
+
+@pytest.mark.plain
+def test_a_state_is_not_for_torch_export(one: Pair) -> None:
+    class Logits(torch.nn.Module):
+        def forward(self, held: fm.State, batch: fm.Batch) -> torch.Tensor:
+            return one.model.forward(one.params, held, batch)[0].logits
+
+    state = one.model.init_state(1, 12)
+    with pytest.raises(fm.StateError, match=r"torch\.export cannot follow a state.*pass state=None"):
+        torch.export.export(Logits(), (state, fm.Batch.from_lists([[5, 6]], state)), strict=False)
 
 
 @pytest.mark.plain

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import funcmodels as fm
 import lowering
-from lowering.jit import program
+from lowering.jit import jitted, program
 from tests.lowering.jit.twins import Twins, plain_kernels
 from tests.oracle.mtp import small
 from tests.oracle.qwen3_5 import Pair

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -9,8 +11,24 @@ from torch import Tensor
 
 import lowering
 from lowering import OPS, Policy
-from tests.cases import Case, live
+from tests.cases import Arguments, Case, live
 from tests.tolerances import assert_close
+
+
+@lru_cache(maxsize=4)
+def _made(case: Case, dtype: torch.dtype) -> Arguments:
+    return case.arguments(dtype)
+
+
+def arguments(case: Case, dtype: torch.dtype) -> Arguments:
+    """Those of the case, copied from what was drawn last time: drawing takes longer than most kernels."""
+    return copy.deepcopy(_made(case, dtype))
+
+
+@lru_cache(maxsize=4)
+def _expected(case: Case, dtype: torch.dtype) -> Any:
+    args, kwargs = arguments(case, dtype)
+    return compared(case, OPS[case.op].body(*args, **kwargs))
 
 
 def copied(value: Any) -> Any:
@@ -25,12 +43,11 @@ def check(case: Case, kernel: str, target: str, dtype: torch.dtype, tokens: int 
     are then left out, for a bound goes by the mean square.
     """
     op = OPS[case.op]
-    args, kwargs = case.arguments(dtype)
+    args, kwargs = arguments(case, dtype)
     given = [copied(value) for value in args]
     with lowering.use(Policy({case.op: kernel}), target=target):
         actual = compared(case, op(*args, **kwargs))
-    plain, kwargs = case.arguments(dtype)
-    expected = compared(case, op.body(*plain, **kwargs))
+    expected = _expected(case, dtype)
     if tokens is not None:
         actual, expected = without_padding(actual, tokens), without_padding(expected, tokens)
     assert_close(actual, expected, length=case.length)

@@ -17,14 +17,16 @@ from lowering import OPS, LoweringError, Policy, npu_reference
 from lowering.op import Kernel
 from lowering.target import ASCEND
 from tests.cases import CASES, Arguments, Case, Draw, Rows, delta, paged
+from tests.each import each
 
-from .agreement import check
+from .agreement import arguments, check
 
-DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-PAIRS = [
-    pytest.param(target, case, kernel, id=f"{target}-{case}-{kernel.name}")
-    for target in ASCEND
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CALLS = [
+    (case, dtype, target, kernel)
     for case in CASES
+    for dtype in DTYPES
+    for target in ASCEND
     for kernel in OPS[case.op].serving(target)
     if kernel.operators and not case.bench
 ]
@@ -36,11 +38,14 @@ def operators() -> None:
     npu_reference.load()
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize(("target", "case", "kernel"), PAIRS)
-def test_a_kernel_equals_the_reference(target: str, case: Case, kernel: Kernel, dtype: torch.dtype) -> None:
+@each(
+    CALLS,
+    by=lambda case, dtype, target, kernel: f"{case.op}-{dtype}".replace("torch.", ""),
+    hooked=lambda case, dtype, target, kernel: [(case, kernel.name), (case.op, kernel.name, dtype, target)],
+)
+def test_a_kernel_equals_the_reference(case: Case, dtype: torch.dtype, target: str, kernel: Kernel) -> None:
     """Or refuses the case with one sentence, which asking for it by name then raises."""
-    args, kwargs = case.arguments(dtype)
+    args, kwargs = arguments(case, dtype)
     reason = kernel.refuse(*args, **kwargs) if kernel.refuse else None
     if reason is None:
         check(case, kernel.name, target, dtype)
@@ -52,7 +57,7 @@ def test_a_kernel_equals_the_reference(target: str, case: Case, kernel: Kernel, 
 
 def takes(kernel: Kernel, case: Case, dtype: torch.dtype) -> bool:
     """Whether the kernel's own limits allow the case."""
-    args, kwargs = case.arguments(dtype)
+    args, kwargs = arguments(case, dtype)
     return kernel.refuse is None or kernel.refuse(*args, **kwargs) is None
 
 
@@ -110,16 +115,6 @@ def test_padding_and_idle_rows(op: str, kernel: str, make: Callable[[Draw], Argu
     check(Case(op, "padded", poisoned, 260), kernel, "ascend910b", torch.bfloat16, tokens=sum(rows.counts))
 
 
-@pytest.mark.plain
-@pytest.mark.parametrize("target", ASCEND)
-def test_strided_arguments(target: str) -> None:
-    """Operators are documented for contiguous tensors; ours may be views, which kernels must copy."""
-    for case in CASES:
-        for kernel in () if case.bench or case.op == "write_pages" else OPS[case.op].serving(target):
-            if kernel.operators and takes(kernel, case, torch.bfloat16):
-                check(strided(case), kernel.name, target, torch.bfloat16)
-
-
 def strided(case: Case) -> Case:
     """The same arguments, those with several axes as every second element of something larger. Pages stay whole."""
 
@@ -135,3 +130,20 @@ def _spread(x: Tensor) -> Tensor:
     view = wide[tuple(slice(None, None, 2) for _ in x.shape)]
     view.copy_(x)
     return view
+
+
+@pytest.mark.plain
+@each(
+    [
+        (case, target, kernel)
+        for case in [strided(case) for case in CASES if not case.bench and case.op != "write_pages"]
+        for target in ASCEND
+        for kernel in OPS[case.op].serving(target)
+        if kernel.operators
+    ],
+    by=lambda case, target, kernel: case.op,
+)
+def test_strided_arguments(case: Case, target: str, kernel: Kernel) -> None:
+    """Operators are documented for contiguous tensors; ours may be views, which kernels must copy."""
+    if takes(kernel, case, torch.bfloat16):
+        check(case, kernel.name, target, torch.bfloat16)

@@ -27,6 +27,8 @@ from lowering.npu import (
 from lowering.target import ASCEND
 from tests.cases import CASES
 
+from .agreement import arguments
+
 MODULES = (
     attention, delta, hyper_connection, mla, mlp, moe, norm, quant_experts, quant_linear, rotary, short_conv, sparse,
 )  # fmt: skip
@@ -56,11 +58,11 @@ def calls() -> set[tuple[str, int, frozenset[str]]]:
         patch.setattr(mla, "atb", library)
         for module in MODULES:
             patch.setattr(module, "npu", recorder)
-        for target in ASCEND:
-            for case in CASES:
-                for kernel in OPS[case.op].serving(target) if not case.bench else ():
-                    args, kwargs = case.arguments(torch.bfloat16)
-                    if kernel.operators and kernel.refuse and kernel.refuse(*args, **kwargs) is None:
+        for case in [case for case in CASES if not case.bench]:
+            for target in ASCEND:
+                for kernel in [kernel for kernel in OPS[case.op].serving(target) if kernel.operators]:
+                    args, kwargs = arguments(case, torch.bfloat16)
+                    if kernel.refuse and kernel.refuse(*args, **kwargs) is None:
                         with lowering.use(Policy({case.op: kernel.name}), target=target):
                             OPS[case.op](*args, **kwargs)
         assert OPS["experts"].kernels["npu_grouped_experts"].prepare(torch.zeros(3, 32, 16, dtype=torch.bfloat16))  # type: ignore[misc]

@@ -33,7 +33,7 @@ from lowering.op import Kernel
 from lowering.target import ASCEND
 from tests.cases import CASES, Case
 
-from .agreement import check
+from .agreement import arguments, check
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -297,7 +297,7 @@ class Flipped:
 
 def takes(kernel: Kernel, case: Case) -> bool:
     """Whether the kernel's own limits allow the case."""
-    args, kwargs = case.arguments(torch.bfloat16)
+    args, kwargs = arguments(case, torch.bfloat16)
     return kernel.refuse is None or kernel.refuse(*args, **kwargs) is None
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from lowering.layouts import LAYOUTS, NdPages, NzPages
 from lowering.npu import features, mla
 from lowering.target import named
 from tests.cases import Draw
+from tests.each import each
 
 OP = OPS["mla_prefix_attention"]
 TWO, CONCAT, RING, ABSORBED = "two_fia_merge", "concat_fia", "atb_ring_mla", "npu_fia_absorbed"
@@ -195,19 +197,29 @@ REFUSED = {
 """Calls that a kernel does not take, by name: rows, pages, heads or widths that it is not documented for."""
 
 
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_against_dense_attention(kernel: str, name: str, dtype: torch.dtype, called: list[str]) -> None:
-    """Padding gets zeros to the bit, everything is finite, and the kernel calls its own operators only."""
+@lru_cache(maxsize=1)
+def dense(name: str, dtype: torch.dtype) -> tuple[Made, Tensor]:
+    """A call and what it gives: its kernels follow each other."""
     call = CALLS[name](dtype)
+    return call, call.expected()
+
+
+@each(
+    product(CALLS, BOUNDS, KERNELS),
+    by=lambda name, dtype, kernel: name,
+    hooked=lambda name, dtype, kernel: [(name, kernel), (dtype, kernel)],
+)
+def test_against_dense_attention(name: str, dtype: torch.dtype, kernel: str, called: list[str]) -> None:
+    """Padding gets zeros to the bit, everything is finite, and the kernel calls its own operators only."""
+    called.clear()
+    call, exact = dense(name, dtype)
     if name in REFUSED.get(kernel, ()):
         assert OP.kernels[kernel].refuse(*call.args, **call.kwargs)  # type: ignore[misc]
         return
     y, live = call.run(kernel), sum(call.counts)
     assert y.shape == (*call.args[0].shape[:2], call.sizes.v) and y.dtype == dtype
     assert y.isfinite().all() and not y[live:].any()
-    assert (y.double() - call.expected()).abs().max() <= BOUNDS[dtype]
+    assert (y.double() - exact).abs().max() <= BOUNDS[dtype]
     rows, past = (
         sum(map(bool, call.counts)),
         any(n < len(pair[0]) for n, pair in zip(call.counts, call.held, strict=True) if n),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,8 @@ from lowering.npu.features import missing
 from lowering.op import FUSED, REFERENCE
 from lowering.target import ASCEND, named
 from tests import tiny
-from tests.cases import CASES, cases_of
+from tests.cases import CASES, Case, cases_of
+from tests.each import each
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 Change = Callable[[dict[str, Any]], dict[str, Any]]
@@ -300,12 +302,11 @@ def test_the_preference_of_a_kernel_for_other_machines_is_an_error_with_advice()
     assert str(error.value) == f"swiglu: kernel 'npu_swiglu' {needed}"
 
 
-@pytest.mark.parametrize("target", ASCEND)
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
-def test_every_torch_fallback_has_its_reason(target: str, dtype: torch.dtype) -> None:
+@each(product(CASES, (F32, BF16)), by=lambda case, dtype: str(dtype).removeprefix("torch."))
+def test_every_torch_fallback_has_its_reason(case: Case, dtype: torch.dtype) -> None:
     """Of the operator that is missing, or of each fused kernel's own limit; and no kernel runs outside its targets."""
-    for case in CASES:
-        args, kwargs = case.arguments(dtype)
+    args, kwargs = case.arguments(dtype)
+    for target in ASCEND:
         choice = OPS[case.op].explain(*args, target=target, **kwargs)
         assert choice.kernel.serves(named(target))
         if not choice.kernel.operators:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from lowering import Policy, ops
 from lowering.host import HostLengths
 from lowering.op import Op
 from tests.cases import ROWS, VERIFY, Draw, Rows, paged
+from tests.each import each
 from tests.tolerances import assert_close
 
 Shape = tuple[int, int, int, int]
 SHAPES: list[Shape] = [(8, 2, 16, 16), (3, 1, 24, 16), (4, 4, 8, 12)]
 EVERY_ROWS = [*ROWS, VERIFY]
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def row_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
@@ -40,6 +43,11 @@ def kernels_for(op: Op, args: Any, kwargs: Any) -> list[str]:
     return [kernel.name for kernel in kernels if kernel.refuse is None or kernel.refuse(*args, **kwargs) is None]
 
 
+def parts(*case: Any) -> list[tuple[int, Any]]:
+    """What is checked once in a hooked run: every part of a case, not all of them together."""
+    return list(enumerate(case))
+
+
 def held(pool: Tensor, table: Tensor, length: int) -> Tensor:
     """A row's entries, one after the other."""
     page_size = pool.shape[1]
@@ -48,9 +56,7 @@ def held(pool: Tensor, table: Tensor, length: int) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("rows", EVERY_ROWS, ids=lambda rows: rows.name)
+@each(product(EVERY_ROWS, SHAPES, DTYPES), hooked=parts)
 def test_attention(rows: Rows, shape: Shape, dtype: torch.dtype) -> None:
     """Every kernel; rows do not see each other; padding gets zeros."""
     check_attention(rows, shape, dtype, None)
@@ -71,10 +77,7 @@ def check_attention(rows: Rows, shape: Shape, dtype: torch.dtype, window: int | 
             assert_close(ops.attention(*args, **kwargs), expected, length=sum(rows.counts), dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("shuffled", [False, True], ids=["in_order", "scattered"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("rows", EVERY_ROWS, ids=lambda rows: rows.name)
+@each(product(EVERY_ROWS, SHAPES, (False, True), DTYPES), hooked=parts)
 def test_paged_attention(rows: Rows, shape: Shape, shuffled: bool, dtype: torch.dtype) -> None:
     """Every kernel; every page and slot that no row holds is NaN and reaches nothing; padding gets zeros."""
     check_paged(rows, shape, shuffled, dtype, 4, None)
@@ -102,18 +105,17 @@ def check_paged(
 LONG_ROWS = [*EVERY_ROWS, Rows("long_past", (1, 9, 0, 3), (70, 64, 50, 5), padding=2)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("window", [1, 2, 5, 63, 64, 129, 1000])
-@pytest.mark.parametrize("rows", EVERY_ROWS, ids=lambda rows: rows.name)
+@each(product(EVERY_ROWS, (1, 2, 5, 63, 64, 129, 1000), DTYPES), hooked=parts)
 def test_attention_over_a_window(rows: Rows, window: int, dtype: torch.dtype) -> None:
     """Windows of one token, around the blocks that kernels work in, and longer than any row."""
     check_attention(rows, SHAPES[window % 3], dtype, window)
 
 
-@pytest.mark.parametrize("shuffled", [False, True], ids=["in_order", "scattered"])
-@pytest.mark.parametrize("page_size", [1, 3, 4, 64])
-@pytest.mark.parametrize("window", [1, 2, 4, 5, 13, 63, 64, 1000])
-@pytest.mark.parametrize("rows", LONG_ROWS, ids=lambda rows: rows.name)
+@each(
+    product(LONG_ROWS, (1, 2, 4, 5, 13, 63, 64, 1000), (1, 3, 4, 64), (False, True)),
+    by=lambda rows, window, page_size, shuffled: f"pages of {page_size}",
+    hooked=parts,
+)
 def test_paged_attention_over_a_window(rows: Rows, window: int, page_size: int, shuffled: bool) -> None:
     """Pages that end before, at and inside a window; scattered ones leave NaN wherever nobody may read."""
     dtype = torch.bfloat16 if window in (5, 13) else torch.float32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from lowering.policy import from_environment
 from lowering.target import named, of_device
 from params import TensorSpec
 from tests.cases import CASES, DECODE_1, Case, Draw, Rows, cases_of, delta
+from tests.each import each, try_all
 from tests.tiny import SIZES
 
 SUPPORTED = [name for name, target in TARGETS.items() if target.refused is None]
@@ -300,7 +302,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
     return seen
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.bench], ids=str)
+@each(
+    [case for case in CASES if not case.bench],
+    by=lambda case: case.op,
+    hooked=lambda case: [re.sub(r"[\d_]+", " ", str(case))],
+)
 def test_values_do_not_choose(case: Case) -> None:
     """Other values of the same shapes get the same kernel, and a second call chooses nothing."""
     op = OPS[case.op]
@@ -313,15 +319,14 @@ def test_values_do_not_choose(case: Case) -> None:
     assert kernels[0] == kernels[1]
 
 
-@pytest.mark.parametrize("target", SUPPORTED)
-def test_explain_works_for_every_target(target: str) -> None:
+@each([case for case in CASES if not case.bench])
+def test_explain_works_for_every_target(case: Case) -> None:
     """Without running on it, every op of every case has a kernel, or an error that says why not."""
-    for case in CASES:
-        if not case.bench:
-            args, kwargs = case.arguments()
-            choice = OPS[case.op].explain(*args, target=target, **kwargs)
-            assert choice.target is TARGETS[target] and choice.kernel.serves(choice.target)
-            assert all(reason for reason in choice.refused.values())
+    args, kwargs = case.arguments()
+    for target in SUPPORTED:
+        choice = OPS[case.op].explain(*args, target=target, **kwargs)
+        assert choice.target is TARGETS[target] and choice.kernel.serves(choice.target)
+        assert all(reason for reason in choice.refused.values())
 
 
 def layer(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
@@ -341,9 +346,19 @@ def test_explain_reports_what_a_run_records() -> None:
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("case", [case for case in CASES if not case.bench], ids=str)
-def test_explain_agrees_with_the_run(case: Case) -> None:
-    """For every op and case, host-reading kernels included, whose bodies a dry run replaces by the reference."""
+@pytest.mark.parametrize("name", sorted({case.op for case in CASES}))
+def test_explain_agrees_with_the_run(name: str) -> None:
+    """For every op and choice, host-reading kernels included, whose bodies a dry run replaces by the reference."""
+    chosen: dict[str, Case] = {}
+    for case in cases_of(name):
+        if not case.bench:
+            args, kwargs = case.arguments()
+            choice = OPS[name].explain(*args, **kwargs)
+            chosen.setdefault(f"{choice.kernel.name} {choice.refused}", case)
+    try_all([(case,) for case in chosen.values()], check_explained)
+
+
+def check_explained(case: Case) -> None:
     args, kwargs = case.arguments()
     with lowering.record() as ran:
         OPS[case.op](*args, **kwargs)

@@ -17,6 +17,7 @@ from lowering.op import REFERENCE, Kernel
 from params import tree as trees
 from params.tree import items, put
 from tests.cases import CASES, DECODE_8, Case, Draw, delta, live
+from tests.each import each
 from tests.oracle import deepseek_v2, kimi_linear, qwen3_8_flash_next
 from tests.oracle.qwen3_5 import KINDS, pair, tokens
 from tests.tolerances import assert_close
@@ -60,7 +61,7 @@ def refused(case: Case, kernel: Kernel) -> bool:
     return kernel.refuse is not None and kernel.refuse(*args, **kwargs) is not None
 
 
-@pytest.mark.parametrize(("case", "kernel"), PAIRS, ids=[f"{case}-{kernel.name}" for case, kernel in PAIRS])
+@each(PAIRS, by=lambda case, kernel: case.op, hooked=lambda case, kernel: [case.op, (case.op, kernel.name)])
 def test_difference_quotients_are_those_of_float64(case: Case, kernel: Kernel) -> None:
     """A central difference over a step of 1e-6 is the derivative, which it is not after a rounding to float32."""
     if refused(case, kernel):

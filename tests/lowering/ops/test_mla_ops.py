@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from lowering.host import HostLengths
 from lowering.layouts import LAYOUTS, NdPages, NzPages, Pages, layout_for
 from params.tree import map
 from tests.cases import Draw, Rows, latent_rows
+from tests.each import each, try_all
 from tests.tolerances import assert_close
 from tests.typechecker import HOOKED, check
 
@@ -77,21 +78,26 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize(("layout", "page_size"), [("nd", 1), ("nd", 128), ("nz", 1), ("nz", 128)])
-def test_every_kernel_is_dense_attention(
-    layout: str, page_size: int, batch: str, kernel: str, dtype: torch.dtype
-) -> None:
-    """Empty and long prefixes, idle rows, NaN in every slot that is not held; padding holds values."""
-    rows = BATCHES[batch]
-    args, hints = latent_rows(rows, 4, 24, 16, 20, 48, page_size, layout=layout, padding=7.0)(Draw(dtype))
+def check_every_kernel(args: Sequence[Any], hints: dict[str, Any], rows: Rows) -> None:
+    """Against one computation of the formula."""
     exact = dense(args, hints["scale"], hints["v_dim"])
-    assert_near(run(args, hints, kernel), exact, sum(rows.counts))
+    try_all(
+        [(kernel,) for kernel in KERNELS],
+        lambda kernel: assert_near(run(args, hints, kernel), exact, sum(rows.counts)),
+    )
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@each(
+    product((("nd", 1), ("nd", 128), ("nz", 1), ("nz", 128)), BATCHES, BOUNDS),
+    hooked=lambda layout, batch, dtype: [layout, batch, dtype],
+)
+def test_every_kernel_is_dense_attention(layout: tuple[str, int], batch: str, dtype: torch.dtype) -> None:
+    """Empty and long prefixes, idle rows, NaN in every slot that is not held; padding holds values."""
+    (kind, page_size), rows = layout, BATCHES[batch]
+    args, hints = latent_rows(rows, 4, 24, 16, 20, 48, page_size, layout=kind, padding=7.0)(Draw(dtype))
+    check_every_kernel(args, hints, rows)
+
+
 @pytest.mark.parametrize(
     ("heads", "rows"),
     [
@@ -102,40 +108,40 @@ def test_every_kernel_is_dense_attention(
     ],
     ids=str,
 )
-def test_real_widths(heads: int, rows: Rows, kernel: str) -> None:
+def test_real_widths(heads: int, rows: Rows) -> None:
     args, hints = latent_rows(rows, heads, 128, 64, 128, 512, 128)(Draw(torch.float32))
-    exact = dense(args, hints["scale"], hints["v_dim"])
-    assert_near(run(args, hints, kernel), exact, sum(rows.counts))
+    check_every_kernel(args, hints, rows)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_the_mixed_batch_works_in_one_call(kernel: str) -> None:
+def test_the_mixed_batch_works_in_one_call() -> None:
     """Ten prompts of hundreds of tokens, of which the first stands on a prefix."""
     rows = Rows("mixed_batch", NEW, (768, *(0,) * 9))
     args, hints = latent_rows(rows, 2, 8, 4, 6, 16, 128)(Draw(torch.float32))
-    assert_near(run(args, hints, kernel), dense(args, hints["scale"], hints["v_dim"]), sum(NEW))
+    check_every_kernel(args, hints, rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_large_logits(kernel: str, dtype: torch.dtype) -> None:
+def test_large_logits(dtype: torch.dtype) -> None:
     """Scores of hundreds: no overflow, and no weight lost between the two passes."""
     rows = BATCHES["mixed"]
     args, hints = latent_rows(rows, 2, 24, 16, 20, 48, 16, padding=1e4)(Draw(dtype))
     hints["scale"] = 8.0
     exact = dense(args, 8.0, hints["v_dim"])
-    found = run(args, hints, kernel)
-    assert torch.isfinite(found).all() and not found[sum(rows.counts) :].any()
-    reason = "float32 scores of hundreds are off by 1e-5 each, and weights by as much"
-    assert_close(found[: sum(rows.counts)], exact[: sum(rows.counts)], length=1000, looser=10, reason=reason)
+
+    def check_one(kernel: str) -> None:
+        found = run(args, hints, kernel)
+        assert torch.isfinite(found).all() and not found[sum(rows.counts) :].any()
+        reason = "float32 scores of hundreds are off by 1e-5 each, and weights by as much"
+        assert_close(found[: sum(rows.counts)], exact[: sum(rows.counts)], length=1000, looser=10, reason=reason)
+
+    try_all([(kernel,) for kernel in KERNELS], check_one)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_without_rope(kernel: str) -> None:
+def test_without_rope() -> None:
     rows = BATCHES["mixed"]
     args, hints = latent_rows(rows, 3, 7, 0, 5, 11, 5)(Draw(torch.float32))
     assert args[1] is args[3] is args[5] is None
-    assert_near(run(args, hints, kernel), dense(args, hints["scale"], 5), sum(rows.counts))
+    check_every_kernel(args, hints, rows)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

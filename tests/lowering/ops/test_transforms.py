@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import lowering
 from lowering import OPS, Policy
 from lowering.op import REFERENCE
 from tests.cases import CASES, Case, cases_of, live
+from tests.each import each
 from tests.tolerances import assert_close
 
 SKIPPED = ("two_chunks", "idle_first", "uniform", "8_2_256", "many_choices")
@@ -24,6 +26,16 @@ IN_PLACE = ("index_keys", "latent_norm_rope_write", "write_latents", "write_page
 PAGED = ("block_attention", "paged_attention")
 """Ops whose cases hold NaN in every page that their page ids do not name."""
 OUT_OF_PLACE = [case for case in SMALL if case.op not in IN_PLACE]
+
+
+def op_of(case: Case) -> str:
+    """What is one test: an op."""
+    return case.op
+
+
+def form(case: Case) -> list[str]:
+    """What is checked once in a hooked run: a case whatever its sizes."""
+    return [re.sub(r"[\d_]+", " ", str(case))]
 
 
 def split(case: Case, chosen: Callable[[Tensor], bool], seed: int = 0) -> tuple[list[Tensor], Callable[..., Any]]:
@@ -52,7 +64,7 @@ def tensors(value: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-@pytest.mark.parametrize("case", OUT_OF_PLACE, ids=str)
+@each(OUT_OF_PLACE, by=op_of, hooked=form)
 def test_vmap_maps_an_op(case: Case) -> None:
     """Two calls with other values, mapped: each equals its own call. No operator falls back to a loop and warns."""
     first, call = split(case, floating, seed=0)
@@ -93,7 +105,7 @@ DIFFERENTIABLE = [
 ]
 
 
-@pytest.mark.parametrize("case", DIFFERENTIABLE, ids=str)
+@each(DIFFERENTIABLE, by=op_of, hooked=form)
 def test_grad_reaches_every_input(case: Case) -> None:
     """Through the kernel chosen by default, through the reference, by autograd; and along a difference quotient."""
     inputs, call = split(case, lambda x: x.is_floating_point() and not bool(x.isnan().any()))
@@ -122,8 +134,8 @@ def test_grad_reaches_every_input(case: Case) -> None:
     assert_close((ahead - behind) / 2e-2, slope, looser=500, scale=float(steepness), reason=reason)
 
 
-@pytest.mark.parametrize("case", DIFFERENTIABLE, ids=str)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@each(DIFFERENTIABLE, by=op_of, hooked=form)
 def test_jvp_agrees_with_grad(case: Case) -> None:
     """Forward mode along a direction is reverse mode's inner product with it, through the kernels chosen by default."""
     inputs, call = split(case, lambda x: x.is_floating_point() and not bool(x.isnan().any()))
@@ -142,7 +154,7 @@ def test_jvp_agrees_with_grad(case: Case) -> None:
     assert_close(slope, expected, length=case.length, looser=20, scale=steepness, reason=reason)
 
 
-@pytest.mark.parametrize("case", SMALL, ids=str)
+@each(SMALL, by=op_of, hooked=form)
 def test_fake_tensors_pass_without_a_host_read(case: Case) -> None:
     """`make_fx` captures the op; replayed on other values, the graph gives what the op gives on those."""
     first, call = split(case, lambda x: True)
@@ -156,7 +168,7 @@ def test_fake_tensors_pass_without_a_host_read(case: Case) -> None:
     assert_close(tensors(graph(*(x.clone() for x in others))), tensors(expected), length=case.length)
 
 
-@pytest.mark.parametrize("case", SMALL, ids=str)
+@each(SMALL, by=op_of, hooked=form)
 def test_meta_tensors_give_shapes(case: Case) -> None:
     """Same shapes and dtypes as a run, and nothing computed."""
     inputs, call = split(case, lambda x: True)
@@ -174,7 +186,7 @@ def strided(x: Tensor) -> Tensor:
 
 
 @pytest.mark.plain
-@pytest.mark.parametrize("case", SMALL, ids=str)
+@each(SMALL, by=op_of)
 def test_strided_arguments(case: Case) -> None:
     """Each tensor argument in turn as a non-contiguous view, through every kernel that takes the call."""
     args, kwargs = case.arguments()

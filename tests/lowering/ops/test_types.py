@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[3]
 HOOKED = """
 from jaxtyping import install_import_hook
 install_import_hook(["funcmodels", "lowering", "params"], "beartype.beartype")
+import copy
 import torch
 import lowering
 from jaxtyping import TypeCheckError
@@ -45,8 +46,9 @@ for case in CASES:
     if case.bench:
         continue
     for dtype in (torch.float32, torch.bfloat16):
+        drawn = case.arguments(dtype)
         for kernel in OPS[case.op].serving("cpu"):
-            args, kwargs = case.arguments(dtype)
+            args, kwargs = copy.deepcopy(drawn)
             if kernel.refuse is None or kernel.refuse(*args, **kwargs) is None:
                 with lowering.use(Policy({case.op: kernel.name})):
                     OPS[case.op](*args, **kwargs)
