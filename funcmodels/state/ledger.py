@@ -74,7 +74,7 @@ class Ledger(protocols.Ledger):
     def overwritten(self) -> list[int]:
         """The rows some of whose tokens another continuation has overwritten."""
         known = zip(self.leases, self.writing.epochs, self.lengths, strict=True)
-        return [row for row, (lease, *held) in enumerate(known) if not lease.holds(*held, self.extent)]
+        return [row for row, (lease, epoch, length) in enumerate(known) if not lease.holds(epoch, length, self.extent)]
 
     def stale(self, row: int) -> StaleStateError:
         """The error that `row` is stale."""
