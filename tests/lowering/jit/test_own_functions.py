@@ -109,7 +109,7 @@ def test_it_refuses_what_the_plain_call_refuses() -> None:
     _, full = own.one.model.forward(own.one.params, wide, fm.Batch.from_lists([[1] * 34, [1]], wide))
     said = own.refused(ValueError, full, batch)
     assert "row 0: 3 new tokens do not fit: it holds 39, and max_len is 40" in said
-    with pytest.raises(ValueError, match="id 10000 is out of range"):
+    with pytest.raises(ValueError, match="token 5 of the batch: id 10005 is out of range"):
         own.step(own.one.params, wide, fm.Batch(batch.tokens + 9999, batch.query_start, max_query=5), batch.tokens[:2])
     *_, last = own.step(own.one.params, after, fm.Batch.from_lists([[], [6]], after), torch.tensor([0, 0]))
     assert last.ledger.lengths == tuple(last.lengths.tolist())
