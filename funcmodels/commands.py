@@ -245,8 +245,7 @@ def _check_page(path: Path) -> None:
 
 def _holding(tokens: int, state: State) -> State:
     """A state without values, as it would be when each row holds `tokens`."""
-    lengths = (tokens,) * state.rows
-    return replace(state, host=replace(state.host, lengths=lengths, least=lengths))
+    return replace(state, ledger=state.ledger.at([tokens] * state.rows))
 
 
 def _print_report(title: str, report: Report, console: Console) -> None:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 import params as checkpoints
-from lowering import host_side, ops
+from lowering import ops
 from lowering.detect import device_named
+from lowering.jit.tape import beforehand
 from lowering.layouts import LAYOUTS
 from params.errors import ConfigError
 from params.guarded import check_plain
@@ -41,10 +42,9 @@ from .models import (
     qwen3_8_flash_next,
     qwen3_8_flash_next_mtp,
 )
-from .output import LogitsOf, Output, check_logits
+from .output import LogitsOf, Output, check_logits, mark_lengths
 from .state import state as states
 from .state.batch import Batch, check_ids
-from .state.host_sides import forward_on_host
 from .state.pages import PagePool
 from .state.state import State
 
@@ -248,7 +248,6 @@ class Model:
             raise ValueError(f"init_state: layout={layout!r}; layouts of this model's pages: {known}")
         return layout
 
-    @host_side(forward_on_host)
     @lasting
     def forward(
         self,
@@ -276,10 +275,12 @@ class Model:
                 f"forward: expected a Batch, found a {type(batch).__name__}; make one with Batch.from_lists"
             )
         check_logits(logits)
-        check_ids(batch, self.config.vocab_size)
-        return self.family.forward(
+        beforehand(check_ids, batch, self.config.vocab_size)
+        out, state = self.family.forward(
             self.local, params, state, batch, logits=logits, outputs=outputs, keep_steps=keep_steps
         )
+        mark_lengths(out, batch, logits)
+        return out, state
 
     def _check_params(self, params: Any) -> None:
         """`TypeError` for parameters of another family, `ValueError` for those of another width or count of layers."""

@@ -12,8 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lowering import ops
-from params.tree import map, tree
+from lowering.jit.tape import lengthwise
+from params.tree import leaves, map, tree
 
+from .state.batch import Batch
 from .state.step import Step
 
 LogitsOf = Literal["all", "last"] | None
@@ -41,17 +43,12 @@ class Output:
         return cls(hidden.new_zeros(0, 0), hidden, extra or {})
 
 
-def cut(out: Output, tokens: int, logits: LogitsOf) -> Output:
-    """The output of a padded batch with what belongs to its first `tokens` tokens only."""
-    if out.hidden.shape[0] == tokens:
-        return out
-
-    def part(name: str, value: Any) -> Any:
+def mark_lengths(out: Output, batch: Batch, logits: LogitsOf) -> None:
+    """Say which tensors of an output have an entry a token of the batch: a captured call takes the padding off."""
+    lengthwise(batch, 0, out.hidden, *((out.logits,) if logits == "all" else ()))
+    for name, value in out.extra.items():
         # Values of every layer, asked for by the last word of their names, are stacked before the tokens.
-        return map(lambda x: x[:tokens] if "." in name else x[:, :tokens], value)
-
-    extra = {name: part(name, value) for name, value in out.extra.items()}
-    return Output(out.logits[:tokens] if logits == "all" else out.logits, out.hidden[:tokens], extra)
+        lengthwise(batch, 0 if "." in name else 1, *leaves(value))
 
 
 class Taps:

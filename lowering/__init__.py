@@ -19,7 +19,7 @@ from .explain.report import Report, Row, explain, record, watch
 from .explain.sheet import Sheet
 from .explain.stages import Lowered, compared
 from .explain.table import table
-from .jit.jitted import HostSide, Jitted, host_side, jit
+from .jit.jitted import Jitted, captured_with, jit
 from .kernel import Choice, Kernel
 from .lower import lower
 from .op import OPS, Op, find, op
@@ -32,8 +32,8 @@ from .use import check_names, in_force, use
 check_names(MODE.get().policy)  # A mistake in the environment variable is an error at import.
 
 __all__ = [
-    "OPS", "TARGETS", "CaptureError", "Choice", "CollectiveError", "Comparison", "HostSide", "Jitted", "Kernel",
-    "Lowered", "LoweringError", "Op", "Policy", "RecaptureWarning", "Report", "Row", "Rows", "Sheet", "Target",
-    "compare", "compared", "explain", "find", "host_side", "in_force", "jit", "lower", "npu_kernels", "op", "ops",
-    "page", "prepare", "record", "table", "torch_kernels", "use", "watch",
+    "OPS", "TARGETS", "CaptureError", "Choice", "CollectiveError", "Comparison", "Jitted", "Kernel", "Lowered",
+    "LoweringError", "Op", "Policy", "RecaptureWarning", "Report", "Row", "Rows", "Sheet", "Target", "captured_with",
+    "compare", "compared", "explain", "find", "in_force", "jit", "lower", "npu_kernels", "op", "ops", "page", "prepare",
+    "record", "table", "torch_kernels", "use", "watch",
 ]  # fmt: skip

@@ -183,7 +183,7 @@ def _drafted(family: str, kind: str, sampled: bool, drawn: bool = False, capture
     state = model.init_state(3, 64, page_size=8)
     drafted = draft.init_state(state)
     batch = fm.Batch.from_tokens(ids_of(model, 12, 5), [5, 4, 3], state)
-    out, state = model.forward(tree, state, batch, outputs=getattr(draft, "outputs", ()))
+    out, state = model.forward(tree, state, batch, outputs=draft.outputs)
     first = out.logits[batch.query_start[1:].long() - 1].argmax(-1)
     drafted, carry = draft.extend(tree, drafted, out, batch, fm.next_tokens(batch, first))
     sampling = fm.RowSampling.of(SETTINGS[:3] if sampled else [fm.Sampling()] * 3)

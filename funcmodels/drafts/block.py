@@ -19,7 +19,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lowering import host_side, ops
+from lowering import captured_with, ops
 from params.modes import lasting
 from params.spec import Init, TensorSpec
 from params.tree import exactly, put, tree, unchecked
@@ -45,9 +45,8 @@ from ..state.state import State, check_usable, commit, like, rewound
 from ..state.step import Step, begin, finish, text_positions, writable
 from .block_config import BlockConfig
 from .checks import check_carry, check_embedded, check_empty, check_noise, check_output
-from .host_sides import extend_on_host, propose_on_host
 from .markov import Markov, markov_spec
-from .protocol import Carry, DraftedParams, Proposal, kept_tokens
+from .protocol import Carry, Draft, DraftedParams, Proposal, extend_inputs, kept_tokens, propose_inputs
 
 Angles = tuple[Tensor, Tensor]
 """Cosine and sine of each token's place."""
@@ -165,7 +164,7 @@ def angles_at(config: BlockConfig, positions: Int[Tensor, " tokens"]) -> Angles:
 
 
 @dataclass(frozen=True, eq=False)
-class BlockDraft(abc.ABC):
+class BlockDraft(Draft):
     """A draft for `model` with parameters of its own; embedding and output projection are the model's.
 
     `propose` and `extend` take the model's parameters. Captured functions are handed `joined(params)` in their place.
@@ -187,10 +186,6 @@ class BlockDraft(abc.ABC):
     def most_steps(self) -> int:
         """How many tokens one block proposes."""
         return self.config.drafts
-
-    def ahead(self, steps: int) -> int:
-        """How many places past a row's length `propose` writes to: a whole block, however many steps are asked for."""
-        return self.config.block
 
     def joined(self, params: Any) -> DraftedParams:
         """The model's parameters and the draft's as one value, which every function of the draft takes as `params`."""
@@ -227,7 +222,7 @@ class BlockDraft(abc.ABC):
 
         return like(state, entries, room=config.block)
 
-    @host_side(extend_on_host)
+    @captured_with(extend_inputs)
     @lasting
     def extend(
         self,
@@ -281,7 +276,7 @@ class BlockDraft(abc.ABC):
         masks = root.new_full((root.shape[0], self.config.block - 1), self.config.mask_token_id)
         return torch.cat((root[:, None], masks), 1)
 
-    @host_side(propose_on_host)
+    @captured_with(propose_inputs)
     @lasting
     @torch.no_grad()
     def propose(

@@ -15,9 +15,9 @@ from .protocol import Carry
 
 def check_empty(state: State) -> None:
     """`StateError` for a state that holds tokens, which a new draft has not seen."""
-    if any(state.host.lengths):
+    if any(state.ledger.lengths):
         raise StateError(
-            f"the state already holds tokens ({list(state.host.lengths)}) that the draft has not seen; make the "
+            f"the state already holds tokens ({list(state.ledger.lengths)}) that the draft has not seen; make the "
             "draft's state from the empty state, and extend it with every forward"
         )
 

@@ -14,21 +14,22 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lowering import host_side, ops
+from lowering import captured_with, ops
+from lowering.jit.tape import beforehand
 from params.modes import lasting
 
 from ..model import Model, MtpHead, S, at_least_one
 from ..output import LogitsOf, Output
 from ..sampling.draws import DraftNoise
-from ..state.batch import Batch, check_room
+from ..state.batch import Batch
+from ..state.ledger import Ledger
 from ..state.state import State, check_usable, commit, like, rewound
 from .checks import check_carry, check_empty, check_noise, check_output
-from .host_sides import extend_on_host, propose_on_host
-from .protocol import Carry, Proposal, kept_tokens
+from .protocol import Carry, Draft, Proposal, extend_inputs, kept_tokens, propose_inputs
 
 
 @dataclass(frozen=True)
-class MtpDraft:
+class MtpDraft(Draft):
     """The draft head of `model`. Holds no tensors: its parameters are those of the model, `params.mtp`."""
 
     model: Model
@@ -63,7 +64,7 @@ class MtpDraft:
         check_empty(state)
         return like(state, lambda *sizes: self.head.init_entries(self.model.local, *sizes))
 
-    @host_side(extend_on_host)
+    @captured_with(extend_inputs)
     @lasting
     def extend(
         self,
@@ -93,7 +94,7 @@ class MtpDraft:
         new = Carry(following[last], made.hidden[last])
         return state, new if carry is None else new.where(kept > 0, carry)
 
-    @host_side(propose_on_host)
+    @captured_with(propose_inputs)
     @lasting
     @torch.no_grad()
     def propose(
@@ -110,7 +111,7 @@ class MtpDraft:
         check_usable(state)
         check_carry(state, carry)
         check_noise(state, noise)
-        check_room(state, [steps - 1] * state.rows)
+        beforehand(Ledger.check_room, state.ledger, (steps - 1,) * state.rows, state.max_len)
         after, hidden, drafts, laws = state, carry.hidden, [], []
         for step in range(steps):
             if step:

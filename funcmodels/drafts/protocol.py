@@ -13,7 +13,9 @@ from is compared with what the model's own sampler draws; one that brings its la
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+import abc
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -224,29 +226,41 @@ class DraftedParams:
     draft: Any
 
 
-@runtime_checkable
-class Draft(Protocol):
-    """What proposes tokens. `MtpDraft` says what each function does.
-
-    A draft may also have `outputs`, names of values that `extend` needs of the model's forward; `most_steps`, the most
-    tokens that it proposes; `ahead(steps)`, how many places past a row's length it then writes to (steps - 1 where it
-    does not say); and `joined(params)`, the `DraftedParams` of one that has parameters of its own. The functions below
-    read these of any draft.
+class Draft(abc.ABC):
+    """What proposes tokens: derive a draft of your own from it. `MtpDraft` says what each function does.
 
     A model in parts on several ranks verifies what each rank proposes, and the ranks must propose the same: `propose`
     passes every choice through `model.agreed` before it goes on from it.
     """
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The values of the model's forward that `extend` needs: give them as its `outputs`."""
+        return ()
+
+    @property
+    def most_steps(self) -> int | None:
+        """The most tokens that it proposes, None for any number."""
+        return None
+
+    def joined(self, params: Any) -> Any:
+        """What functions of the draft are captured with as `params`: all tensors that they read.
+
+        That is `DraftedParams` of a draft that has parameters of its own.
+        """
+        return params
+
+    @abc.abstractmethod
     def init_state(self, state: State) -> State:
         """An empty state of the draft for the rows of `state`."""
-        ...
 
+    @abc.abstractmethod
     def extend(
         self, params: Any, state: State, out: Output, batch: Batch, next_tokens: Tensor, carry: Carry | None = None
     ) -> tuple[State, Carry]:
         """Take in what the model has just run, and the token after each place."""
-        ...
 
+    @abc.abstractmethod
     def propose(
         self, params: Any, state: State, carry: Carry, steps: int = 3, noise: DraftNoise | None = None
     ) -> tuple[Proposal, State]:
@@ -254,7 +268,34 @@ class Draft(Protocol):
 
         The proposal has the laws that it gives too, or none where it gives None.
         """
-        ...
+
+
+def extend_inputs(
+    fit: Callable[[Batch], Batch], draft: Draft, params: Any, state: State, out: Output, batch: Batch,
+    next_tokens: Tensor, *rest: Any, **named: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What `extend` is captured with: all that has an entry a token is padded as the batch is."""
+    fitted = fit(batch)
+    extra = fitted.tokens.shape[0] - batch.tokens.shape[0]
+    hidden = _padded(out.hidden, extra)
+    # No draft reads logits: without them, outputs with many and with few replay one capture.
+    taps = {name: _padded(out.extra[name], extra) for name in draft.outputs if name in out.extra}
+    return {
+        "params": draft.joined(params),
+        "out": Output(hidden[:0], hidden, taps),
+        "batch": fitted,
+        "next_tokens": _padded(next_tokens.reshape(-1), extra, -1),
+    }
+
+
+def propose_inputs(fit: Any, draft: Draft, params: Any, *rest: Any, **named: Any) -> dict[str, Any]:
+    """What `propose` is captured with."""
+    return {"params": draft.joined(params)}
+
+
+def _padded(x: Tensor, extra: int, value: float = 0) -> Tensor:
+    """`x` [n ...] with `extra` more rows of `value`."""
+    return F.pad(x, (0, 0) * (x.ndim - 1) + (0, extra), value=value) if extra else x
 
 
 def checked(draft: Draft, call: str, found: Any, first: type, second: type) -> Any:
@@ -278,23 +319,6 @@ def proposed(draft: Draft, params: Any, state: State, carry: Carry, steps: int, 
     return found
 
 
-def outputs_for(draft: Draft) -> tuple[str, ...]:
-    """The values of the model's forward that `draft.extend` needs."""
-    return getattr(draft, "outputs", ())
-
-
-def joined_params(draft: Draft, params: Any) -> Any:
-    """What functions of the draft are captured with as `params`: all tensors that they read."""
-    join = getattr(draft, "joined", None)
-    return params if join is None else join(params)
-
-
 def model_params(params: Any) -> Any:
-    """The model's part of `joined_params`."""
+    """The model's part of what `Draft.joined` gives."""
     return params.model if isinstance(params, DraftedParams) else params
-
-
-def places_ahead(draft: Draft, steps: int) -> int:
-    """How many places past a row's length the draft writes to when it proposes."""
-    ahead = getattr(draft, "ahead", None)
-    return max(steps - 1, 0) if ahead is None else ahead(steps)

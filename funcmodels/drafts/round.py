@@ -10,80 +10,26 @@ lists of lengths need `read_lengths` of both states before the next round.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lowering import HostSide, host_side
+from lowering import captured_with
 
 from ..model import Model
 from ..sampling.draws import CoupledNoise, DraftNoise
 from ..sampling.penalties import TokenCounts
 from ..sampling.settings import RowSampling
-from ..state.host_sides import with_room
-from ..state.state import (
-    Growth,
-    Host,
-    State,
-    claim,
-    commit,
-    committed_host,
-    grown_host,
-    known,
-    new_version,
-)
-from .protocol import (
-    Carry,
-    Draft,
-    Verdict,
-    checked,
-    joined_params,
-    model_params,
-    outputs_for,
-    places_ahead,
-    proposed,
-    verify,
-)
+from ..state.state import State, commit
+from .protocol import Carry, Draft, Verdict, checked, model_params, proposed, verify
 
 
-def _run_on_host(
-    fit: Callable[[Any], Any], round: Round, params: Any, state: State, drafted: State, *args: Any, steps: int = 3,
-    **rest: Any,
-) -> HostSide:  # fmt: skip
-    """What the host does where a captured round replays: pages for the windows of both states, and their lengths."""
-    state, host, begin = _with_window(state, steps + 1)
-    drafted, drafted_host, begin_draft = _with_window(drafted, steps + 1, places_ahead(round.draft, steps))
-
-    def before() -> None:
-        begin()
-        begin_draft()
-
-    def completed(result: tuple[Verdict, State, State, Carry]) -> tuple[Verdict, State, State, Carry]:
-        verdict, new, drafted, carry = result
-        accepted = known(verdict.accepted)
-        new = replace(new, host=committed_host(host, accepted))
-        return verdict, new, replace(drafted, host=committed_host(drafted_host, accepted)), carry
-
-    both = joined_params(round.draft, params)
-    return HostSide({"params": both, "state": state, "drafted": drafted}, completed, before)
-
-
-def _with_window(state: State, width: int, ahead: int = 0) -> tuple[State, Host, Callable[[], None]]:
-    """The state with pages for `width` more tokens a row, or for what is written `ahead`; its host's part then.
-
-    And what notes the writing.
-    """
-    counts = (width,) * state.rows
-    state = with_room(state, [max(width, ahead)] * state.rows)
-    growth = Growth(counts, counts)
-    version = new_version(state.host, growth)
-    grown = grown_host(state.host, growth, version, keep=True)
-    return state, grown, partial(claim, state.host, counts, version)
+def _inputs(fit: Any, round: Round, params: Any, *args: Any, **named: Any) -> dict[str, Any]:
+    """What a round is captured with."""
+    return {"params": round.draft.joined(params)}
 
 
 @dataclass(frozen=True)
@@ -93,7 +39,7 @@ class Round:
     model: Model
     draft: Draft
 
-    @host_side(_run_on_host)
+    @captured_with(_inputs)
     def run(
         self,
         params: Any,
@@ -122,8 +68,8 @@ class Round:
         options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         proposal, drafted = proposed(self.draft, params, drafted, carry, steps, **options)
         window = proposal.batch(state)
-        outputs = outputs_for(self.draft)
-        out, pending = self.model.forward(model_params(params), state, window, outputs=outputs, keep_steps=True)
+        wanted: dict[str, Any] = {"outputs": self.draft.outputs, "keep_steps": True}
+        out, pending = self.model.forward(model_params(params), state, window, **wanted)
         verdict = verify(out, proposal, sampling, requests, counts)
         tokens, accepted = self.model.agreed(torch.cat((verdict.tokens, verdict.accepted[:, None]), 1)).split(
             (steps + 1, 1), 1

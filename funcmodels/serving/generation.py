@@ -161,7 +161,7 @@ def _set_up(
         draft = None if draft == "none" else named_draft(model, draft, params)
     if draft is not None and (isinstance(draft, type) or not isinstance(draft, Draft)):
         raise TypeError(
-            "draft must be 'mtp', 'none', the directory of a draft, or an object with the functions of fm.Draft, found "
+            "draft must be 'mtp', 'none', the directory of a draft, or an object derived from fm.Draft, found "
             f"{draft!r}"
         )
     steps = _draft_steps(draft, draft_steps)
@@ -177,9 +177,10 @@ def _set_up(
 
 def _draft_steps(draft: Draft | None, asked: int | None) -> int:
     """How many tokens are proposed a round. `ValueError` for more than the draft proposes, or a state can drop."""
-    most = min(getattr(draft, "most_steps", MAX_KEPT_STEPS), MAX_KEPT_STEPS - 1)
+    own = None if draft is None else draft.most_steps
+    most = min(own or MAX_KEPT_STEPS, MAX_KEPT_STEPS - 1)
     if asked is None:
-        return most if hasattr(draft, "most_steps") else 3
+        return 3 if own is None else most
     if asked > most:
         raise ValueError(f"draft_steps must be at most {most}, found {asked}")
     return asked

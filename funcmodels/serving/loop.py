@@ -17,7 +17,7 @@ import torch
 from params.modes import lasting
 from params.tree import num_bytes
 
-from ..drafts.protocol import Carry, Draft, checked, joined_params
+from ..drafts.protocol import Carry, Draft, checked
 from ..model import Model
 from ..output import Output
 from ..sampling.penalties import TokenCounts
@@ -121,7 +121,7 @@ class Plain:
     def __post_init__(self) -> None:
         self.programs = self.setup.programs
         draft = self.setup.draft
-        self.both = self.params if draft is None else joined_params(draft, self.params)
+        self.both = self.params if draft is None else draft.joined(self.params)
         self.waiting = deque(self.requests)
         self.table = [self._next() for _ in range(self.states[0].rows)]
         self.takers = Counter((row.source, row.start) for row in self.requests)
@@ -179,7 +179,7 @@ class Plain:
 
     def _settle(self, new: Sequence[State], counts: Sequence[int]) -> None:
         """Go on with `new` states, in which rows hold `counts` more tokens than in those before."""
-        lengths = [length + count for length, count in zip(self.states[0].host.lengths, counts, strict=True)]
+        lengths = [length + count for length, count in zip(self.states[0].ledger.lengths, counts, strict=True)]
         self.states[: len(new)] = [settled(state, lengths) for state in new]
 
     def _recount(self) -> None:
@@ -286,7 +286,7 @@ class Drafted(Plain):
         assert self.programs.extend is not None and self.setup.draft is not None
         found = self.programs.extend(self.both, self.states[1], out, batch, tokens, self.carry)
         drafted, self.carry = checked(self.setup.draft, "extend", found, State, Carry)
-        self.states[1] = settled(drafted, self.states[0].host.lengths)
+        self.states[1] = settled(drafted, self.states[0].ledger.lengths)
         return offers
 
     def _speculate(self, decoding: Sequence[bool], keys: Keys) -> Offers:

@@ -17,12 +17,12 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from lowering import HostSide, host_side, jit
+from lowering import jit
 from params.tree import map, tree
 
 from ..drafts.named import directory_of_draft
 from ..drafts.named import draft as make_draft
-from ..drafts.protocol import Draft, outputs_for
+from ..drafts.protocol import Draft
 from ..drafts.round import Round
 from ..model import Model
 from ..output import Output
@@ -30,7 +30,6 @@ from ..sampling.draws import sample
 from ..sampling.penalties import TokenCounts
 from ..sampling.settings import RowSampling, Sampling
 from ..state.batch import Batch
-from ..state.host_sides import forward_on_host
 from ..state.state import State
 from .progress import capturing
 from .requests import Row
@@ -82,19 +81,6 @@ def _kinds(sampling: Sampling) -> tuple[bool, bool, bool]:
     return sampling.temperature > 0, sampling.penalised, bool(sampling.logit_bias)
 
 
-def _step_on_host(
-    fit: Callable[[Any], Any], step: Step, params: Any, state: State, batch: Batch, *args: Any, **rest: Any
-) -> HostSide:
-    """What the host does where a captured step replays: what it does for the forward."""
-    side = forward_on_host(fit, step.model, params, state, batch, logits="last")
-
-    def completed(result: tuple[Tensor, Output, State]) -> tuple[Tensor, Output, State]:
-        drawn, out, new = result
-        return drawn, *side.after((out, new))
-
-    return replace(side, after=completed)
-
-
 @dataclass(frozen=True)
 class Step:
     """Steps of `model`, whose output has the values that `outputs` names. Holds no tensors."""
@@ -102,7 +88,6 @@ class Step:
     model: Model
     outputs: tuple[str, ...] = ()
 
-    @host_side(_step_on_host)
     def run(
         self, params: Any, state: State, batch: Batch, keys: Keys, counts: TokenCounts | None = None
     ) -> tuple[Int[Tensor, " rows"], Output, State]:
@@ -118,13 +103,12 @@ class Step:
 
 def settled(state: State, lengths: Sequence[int]) -> State:
     """The state when the host has learned its lengths, by reading what was accepted."""
-    known = tuple(lengths)
-    return replace(state, host=replace(state.host, lengths=known, least=known))
+    return replace(state, ledger=state.ledger.at(lengths))
 
 
 def in_place(old: State, new: State) -> State:
     """`new`, made from `old`, in the tensors of `old`, which nobody uses any more: graphs of a device write there."""
-    return replace(map(lambda x, y: x if x is y else x.copy_(y), old, new), host=new.host)
+    return replace(map(lambda x, y: x if x is y else x.copy_(y), old, new), ledger=new.ledger)
 
 
 @dataclass(frozen=True)
@@ -139,7 +123,7 @@ class Programs:
     @staticmethod
     def of(model: Model, draft: Draft | None, backend: str | None) -> Programs:
         """Those of a model and a draft, captured if a backend of `lowering.jit` is named."""
-        step = Step(model, () if draft is None else outputs_for(draft))
+        step = Step(model, () if draft is None else draft.outputs)
         if backend is None:
             return Programs(step.run) if draft is None else Programs(step.run, draft.extend, Round(model, draft).run)
         kept = partial(_kept_program, backend=backend)

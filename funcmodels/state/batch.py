@@ -12,18 +12,20 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lowering.detect import device_named
-from lowering.host import HostInt, readable, symbolic, valueless
+from lowering.host import HostInt, readable, valueless
+from lowering.jit.tape import beforehand
+from lowering.protocols import Ragged
 from params.modes import lasting
 from params.tree import off_tree, static, tree, unchecked
 
-from ..errors import StateError
+from .ledger import Ledger
 
 if TYPE_CHECKING:
     from .state import State
 
 
 @tree
-class Batch:
+class Batch(Ragged):
     """Ragged new tokens: row r has `tokens[query_start[r]:query_start[r+1]]`, possibly none.
 
     Tokens at or past `query_start[-1]` are padding: they read and write nothing live. `positions` overrides the
@@ -46,6 +48,11 @@ class Batch:
     def rows(self) -> int:
         """Number of rows, idle ones included."""
         return self.query_start.shape[0] - 1
+
+    @property
+    def most(self) -> tuple[HostInt, ...]:
+        """The most tokens that each row may get: its count, or `max_query` where the host does not know it."""
+        return self.counts or (self.max_query,) * self.rows
 
     @property
     def counted(self) -> bool:
@@ -85,7 +92,7 @@ class Batch:
         if sum(counts) != tokens.shape[0] or min(counts, default=0) < 0:
             raise ValueError(f"counts {list(counts)} add up to {sum(counts)}, there are {tokens.shape[0]} tokens")
         if state is not None:
-            check_room(state, counts)
+            beforehand(Ledger.check_room, state.ledger, tuple(counts), state.max_len)
             device = state.lengths.device if device is None else device
         if device is not None and not isinstance(device, torch.device):
             device = device_named(device)
@@ -113,6 +120,10 @@ class Batch:
             max_query=self.max_query if max_query is None else max_query, uniform=uniform, counts=self.counts,
         )  # fmt: skip
 
+    def check(self) -> None:
+        """See `check_layout`."""
+        check_layout(self)
+
     def host_ints(self) -> tuple[HostInt, ...]:
         """What the host knows of the rows and changes from call to call: the counts, which a uniform batch fixes."""
         return () if self.uniform else self.counts
@@ -125,10 +136,6 @@ class Batch:
     def host_facts(self) -> tuple[bool, ...]:
         """Whether the counts are known, which a choice of kernel may depend on."""
         return (self.counted,)
-
-    def without_host(self) -> Batch:
-        """The batch without its counts."""
-        return unchecked(Batch, **vars(self) | {"counts": ()})
 
     def idle(self, tokens: int, max_query: int, uniform: bool) -> Batch:
         """A batch of as many rows and this size whose tokens are all padding: to capture with, not to run."""
@@ -151,7 +158,7 @@ def check(batch: Batch, state: State | None = None) -> None:
     _check_starts(batch, starts)
     _check_id_range(batch, None if state is None else state.vocab)
     if state is not None:
-        check_room(state, [end - start for start, end in pairwise(starts)])
+        state.ledger.check_room([end - start for start, end in pairwise(starts)], state.max_len)
 
 
 def check_layout(batch: Batch) -> None:
@@ -187,7 +194,7 @@ def check_layout(batch: Batch) -> None:
         raise ValueError(
             f"the batch says uniform, {batch.rows} rows of {batch.max_query} tokens, and holds {tokens} tokens; {_MAKE}"
         )
-    if valueless(batch.tokens) or symbolic(batch.counts):
+    if valueless(batch.tokens):
         return
     if sum(batch.counts) > tokens or not all(0 <= count <= batch.max_query for count in batch.counts):
         raise ValueError(
@@ -249,26 +256,6 @@ def _check_id_range(batch: Batch, vocab: int | None) -> None:
         place = int((batch.tokens == wrong).int().argmax())
         limit = "at least 0" if vocab is None else f"in 0..{vocab - 1}"
         raise ValueError(f"token {place} of the batch: id {wrong} is out of range; ids must be {limit}")
-
-
-def check_room(state: State, counts: Sequence[HostInt]) -> None:
-    """`StateError` unless there is one count a row, `ValueError` when a row would outgrow the state's `max_len`.
-
-    Symbols are not compared: where a captured call is traced, its host side has checked their values.
-    """
-    if len(counts) != state.rows:
-        raise StateError(
-            f"the batch has {len(counts)} rows, the state has {state.rows}; give one list a row ([] idles)"
-        )
-    if symbolic((*state.host.lengths, *counts)):
-        return
-    for row, (held, count) in enumerate(zip(state.host.lengths, counts, strict=True)):
-        if held + count > state.max_len:
-            bound = "" if state.host.exact else "at most "
-            raise ValueError(
-                f"row {row}: {count} new tokens do not fit: it holds {bound}{held}, and max_len is {state.max_len}; "
-                "shorten the prompt or give init_state a larger max_len"
-            )
 
 
 def _check_ids(row: int, ids: Sequence[int], vocab: int | None) -> None:

@@ -110,14 +110,13 @@ class Extent:
 
 
 @dataclass(eq=False)
-class Version:
-    """One version of a state, as its leases know it.
+class Writing:
+    """One writing of rows, as their leases know it; `commit` goes on with that of the state it ends.
 
     `epochs[r]` counts the overwritings that row r's lease had seen when the row's newest tokens were written.
     """
 
     epochs: tuple[int, ...]
-    extent: Extent
 
 
 class Overwriting(NamedTuple):

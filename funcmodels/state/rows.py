@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lowering.host import HostInt, valueless
+from lowering.host import HostInt
 from params.modes import lasting
 from params.tree import map
 
@@ -19,58 +19,53 @@ from .pages import Lease, PagePool
 from .state import (
     Appended,
     Entry,
-    Host,
     State,
-    check_followed,
     check_fresh,
     check_rows,
     check_usable,
     page_table,
-    version_in,
 )
 
 Copies = list[tuple[int, int]]
 """Pairs of page ids: from, to."""
 
 
-def reserve(state: State, counts: Sequence[HostInt]) -> State:
-    """Take the pages that `counts` more tokens a row may need, all or nothing; `OutOfPages` when there are too few.
+def reserve(state: State, most: Sequence[HostInt]) -> State:
+    """Take the pages that rows of `most` tokens need, all or nothing; `OutOfPages` when there are too few.
 
-    A page that another lease shares (a fork's) is never written: the row first gets a copy of it. While tracing
-    nothing is taken: a trace reads the page table, and what runs it reserves before.
+    A page that another lease shares (a fork's) is never written: the row first gets a copy of it.
     """
-    check_followed()
-    if valueless(state.lengths):
-        return state
-    host = state.host
-    need = [-(-(length + count) // state.page_size) for length, count in zip(host.lengths, counts, strict=True)]
-    more = [max(0, pages - len(lease.pages)) for pages, lease in zip(need, host.leases, strict=True)]
-    kept = [_private(state, row, count) for row, count in enumerate(counts)]
+    ledger = state.ledger
+    need = [-(-length // state.page_size) for length in most]
+    more = [max(0, pages - len(lease.pages)) for pages, lease in zip(need, ledger.leases, strict=True)]
+    kept = [_private(state, row, length > ledger.lengths[row]) for row, length in enumerate(most)]
     split = [row for row, pages in enumerate(kept) if pages is not None]
     if split or any(more):
         state = _grown(state, kept, need, more)
-    elif all(pages <= known for pages, known in zip(need, host.in_table, strict=True)):
+    elif all(pages <= known for pages, known in zip(need, ledger.in_table, strict=True)):
         return state
-    leases = state.host.leases
+    leases = state.ledger.leases
     table = page_table(leases, state.page_table.shape[1], state.lengths.device)
-    return replace(state, page_table=table, host=replace(state.host, in_table=tuple(len(x.pages) for x in leases)))
+    return replace(
+        state, page_table=table, ledger=replace(state.ledger, in_table=tuple(len(lease.pages) for lease in leases))
+    )
 
 
-def _private(state: State, row: int, count: HostInt) -> int | None:
-    """How many pages row `row` can keep when `count` tokens are written, None when all; later ones are shared."""
-    first = max(state.host.least[row], 0) // state.page_size
-    lease = state.host.leases[row]
-    shared = count and any(lease.pool.references(page) > 1 for page in lease.pages[first:])
+def _private(state: State, row: int, written: bool) -> int | None:
+    """How many pages row `row` can keep when it is `written` to, None when all; later ones are shared."""
+    first = max(state.ledger.least[row], 0) // state.page_size
+    lease = state.ledger.leases[row]
+    shared = written and any(lease.pool.references(page) > 1 for page in lease.pages[first:])
     return first if shared else None
 
 
 def _grown(state: State, kept: Sequence[int | None], need: Sequence[int], more: Sequence[int]) -> State:
     """The state with pages taken: leases that only grow do so in place, one that has to split becomes another."""
-    host = state.host
-    pool = host.leases[0].pool
+    ledger = state.ledger
+    pool = ledger.leases[0].pool
     counts = [extra if first is None else pages - first for first, pages, extra in zip(kept, need, more, strict=True)]
     taken = pool.take(sum(counts))
-    leases, copies = list(host.leases), []
+    leases, copies = list(ledger.leases), []
     for row, (first, count) in enumerate(zip(kept, counts, strict=True)):
         fresh, taken = taken[:count], taken[count:]
         if first is None:
@@ -79,12 +74,11 @@ def _grown(state: State, kept: Sequence[int | None], need: Sequence[int], more: 
         held = leases[row].pages
         pool.share(held[:first])
         leases[row] = Lease(pool, (*held[:first], *fresh))
-        filled = -(-host.lengths[row] // state.page_size)
+        filled = -(-ledger.lengths[row] // state.page_size)
         copies += zip(held[first:filled], fresh, strict=False)
     if copies:
         state = _map_appended(state, lambda pages: _copied(pages, pages, copies))
-    version = version_in(leases, host, range(state.rows))
-    return replace(state, host=replace(host, leases=tuple(leases), version=version))
+    return replace(state, ledger=ledger.moved(tuple(leases)))
 
 
 @lasting
@@ -99,7 +93,7 @@ def fork(state: State, rows: Sequence[int] | None = None) -> State:
     check_fresh(state, rows)
     held = state.lengths.tolist()
     lengths = [held[row] for row in rows]
-    if state.host.leases[0].pool.owned:
+    if state.ledger.leases[0].pool.owned:
         moved, leases = _moved(state, rows, lengths)
     else:
         moved, leases = _shared(state, rows, lengths)
@@ -121,21 +115,21 @@ def fork_into(state: State, rows: Sequence[int], source: State, row: int) -> Sta
     check_fresh(source, [row])
     if len(set(rows)) < len(rows):
         raise ValueError(f"fork_into: rows {list(rows)} name a row twice")
-    pool = state.host.leases[0].pool
-    if pool.owned or source.host.leases[0].pool is not pool:
+    pool = state.ledger.leases[0].pool
+    if pool.owned or source.ledger.leases[0].pool is not pool:
         raise ValueError(
             "fork_into: both states must lie in one shared pool; make the first with init_state(pages=...) and fork it"
         )
     length = int(source.lengths[row])
     _, taken = _shared(source, [row] * len(rows), [length] * len(rows))
     for gone in rows:
-        state.host.leases[gone].end()
+        state.ledger.leases[gone].end()
     return _put_rows(state, dict(zip(rows, taken, strict=True)), source, row, length)
 
 
 def _put_rows(state: State, leases: Mapping[int, Lease], source: State, row: int, length: int) -> State:
     """The state with `row` of `source`, `length` tokens long, in the rows that `leases` name."""
-    host, device = state.host, state.lengths.device
+    ledger, device = state.ledger, state.lengths.device
     index = torch.tensor(list(leases), device=device)
 
     def put(old: Tensor, new: Tensor) -> Tensor:
@@ -144,10 +138,10 @@ def _put_rows(state: State, leases: Mapping[int, Lease], source: State, row: int
     def put_entry(old: Entry, new: Entry) -> Entry:
         return old if isinstance(old, Appended) else map(put, old, new)
 
-    held = tuple(leases.get(at, lease) for at, lease in enumerate(host.leases))
+    held = tuple(leases.get(at, lease) for at, lease in enumerate(ledger.leases))
     lengths, least = (
         tuple(length if at in leases else count for at, count in enumerate(known))
-        for known in (host.lengths, host.least)
+        for known in (ledger.lengths, ledger.least)
     )
     log = state.log
     if log is not None and source.log is not None:
@@ -158,9 +152,7 @@ def _put_rows(state: State, leases: Mapping[int, Lease], source: State, row: int
         page_table=page_table(held, state.page_table.shape[1], device),
         layers=tuple(put_entry(*pair) for pair in zip(state.layers, source.layers, strict=True)),
         log=log,
-        host=Host(
-            lengths, held, tuple(len(lease.pages) for lease in held), least, version_in(held, host, range(state.rows))
-        ),
+        ledger=ledger.take(range(state.rows), held, lengths, least),
     )
 
 
@@ -172,15 +164,15 @@ def _moved(state: State, rows: Sequence[int], lengths: Sequence[HostInt]) -> tup
     copies = [
         pair
         for row, lease, length in zip(rows, leases, lengths, strict=True)
-        for pair in zip(state.host.leases[row].pages[: -(-length // state.page_size)], lease.pages, strict=False)
+        for pair in zip(state.ledger.leases[row].pages[: -(-length // state.page_size)], lease.pages, strict=False)
     ]
     return _map_appended(state, lambda old: _copied(old, old.new_zeros(pool.pages + 1, *old.shape[1:]), copies)), leases
 
 
 def _shared(state: State, rows: Sequence[int], lengths: Sequence[int]) -> tuple[State, tuple[Lease, ...]]:
     """Rows whose full pages are shared with the original, and whose last, partly filled page is a copy."""
-    pool, page_size = state.host.leases[0].pool, state.page_size
-    held = [state.host.leases[row].pages for row in rows]
+    pool, page_size = state.ledger.leases[0].pool, state.page_size
+    held = [state.ledger.leases[row].pages for row in rows]
     full = [length // page_size for length in lengths]
     # A draft's state may count tokens that it keeps nothing of: there is no page to copy then.
     part = [
@@ -218,14 +210,14 @@ def select(state: State, rows: Sequence[int]) -> State:
         raise ValueError(
             f"select: rows {rows} name a row twice, and both would share its pages; fork(state, rows) copies"
         )
-    host = state.host
-    lengths, least = ([known[row] if row >= 0 else 0 for row in rows] for known in (host.lengths, host.least))
-    pool, width = host.leases[0].pool, state.page_table.shape[1]
+    ledger = state.ledger
+    lengths, least = ([known[row] if row >= 0 else 0 for row in rows] for known in (ledger.lengths, ledger.least))
+    pool, width = ledger.leases[0].pool, state.page_table.shape[1]
     if pool.owned and (len(rows) - len(live)) * width > pool.free:
         moved, leases = _moved(state, rows, lengths)
         return _take_rows(moved, rows, leases, lengths, least)
     empty = width if pool.owned else 0
-    leases = tuple(host.leases[row] if row >= 0 else Lease(pool, pool.take(empty)) for row in rows)
+    leases = tuple(ledger.leases[row] if row >= 0 else Lease(pool, pool.take(empty)) for row in rows)
     return _take_rows(state, rows, leases, lengths, least)
 
 
@@ -233,17 +225,17 @@ def select(state: State, rows: Sequence[int]) -> State:
 def release(state: State, rows: Sequence[int] | None = None) -> State:
     """Return pages. Without `rows` the whole state ends; with them, a state in which these rows are empty."""
     check_usable(state)
-    host = state.host
+    ledger = state.ledger
     if rows is None:
-        for lease in host.leases:
+        for lease in ledger.leases:
             lease.end()
-        host.used = "released"
+        state.mark_used("released")
         return state
     gone = set(check_rows("release", state, rows))
     kept = [row if row not in gone else -1 for row in range(state.rows)]
-    leases = tuple(_released(lease) if row in gone else lease for row, lease in enumerate(host.leases))
+    leases = tuple(_released(lease) if row in gone else lease for row, lease in enumerate(ledger.leases))
     lengths, least = (
-        [0 if row in gone else known[row] for row in range(state.rows)] for known in (host.lengths, host.least)
+        [0 if row in gone else known[row] for row in range(state.rows)] for known in (ledger.lengths, ledger.least)
     )
     return _take_rows(state, kept, leases, lengths, least)
 
@@ -272,14 +264,13 @@ def _take_rows(
         return torch.where(live[:-1], x[index[:-1]], 0)
 
     log = state.log if state.log is None else replace(state.log, tip=pick_row(state.log.tip))
-    in_table = tuple(len(lease.pages) for lease in leases)
     return replace(
         state,
         lengths=pick_row(state.lengths),
         page_table=page_table(leases, state.page_table.shape[1], device),
         layers=tuple(pick(entry) for entry in state.layers),
         log=log,
-        host=Host(tuple(lengths), leases, in_table, tuple(least), version_in(leases, state.host, rows)),
+        ledger=state.ledger.take(rows, leases, lengths, least),
     )
 
 

@@ -16,28 +16,16 @@ from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack, is_functorch_wrapped_tensor
 
 from lowering import Rows
-from lowering.host import valueless
+from lowering.host import HostLengths, symbolic, valueless
+from lowering.jit.tape import beforehand, noted
 from lowering.ops.sampling import mix
 from params.tree import leaves, map
 
 from ..errors import StateError
-from .batch import Batch, check_layout, check_room
-from .pages import Version
+from .batch import Batch, check_layout
+from .ledger import Ledger
 from .rows import reserve
-from .state import (
-    Appended,
-    Entry,
-    Growth,
-    Recurrent,
-    State,
-    check_followed,
-    check_fresh,
-    check_usable,
-    claim,
-    grown,
-    host_lengths,
-    new_version,
-)
+from .state import Appended, Entry, Recurrent, State, check_followed, check_fresh, check_usable
 from .token_log import TokenLog, written
 
 E = TypeVar("E", bound=Entry)
@@ -63,8 +51,7 @@ class Step:
     places: Int[Tensor, " tokens"] | None = None
     hashes: Int[Tensor, " tokens"] | None = None
     state: State | None = None
-    growth: Growth | None = None
-    version: Version | None = None
+    ledger: Ledger | None = None
 
     @cached_property
     def slots(self) -> Int[Tensor, " tokens"] | None:
@@ -72,9 +59,8 @@ class Step:
 
         So ask after all checks: what is refused before has overwritten nobody's tokens.
         """
-        held, growth, version = self.state, self.growth, self.version
-        if held is not None and growth is not None and version is not None and not valueless(held.lengths):
-            claim(held.host, growth.most, version)
+        if self.state is not None and self.ledger is not None and not valueless(self.state.lengths):
+            self.ledger.claim(self.state.ledger)
         return self.places
 
     def past(self, layer: int, kind: type[E]) -> E | None:
@@ -108,33 +94,29 @@ def begin(
         return Step(rows, offset, row, False)
     check_followed()
     _check_kinds(state, kinds)
-    state, growth = ready(state, batch, keep_steps)
-    version = new_version(state.host, growth)
+    state, ledger = _grown(state, batch, keep_steps)
     first = torch.cat((state.lengths, state.lengths.new_zeros(1)))
     positions = first[row] + torch.arange(tokens, device=row.device, dtype=torch.int32) - start[row]
     hashes = None if state.log is None else _hashes(batch, positions)
-    held, host = state.lengths + rows.new, host_lengths(state, growth)
+    held, host = state.lengths + rows.new, _host_lengths(batch, ledger)
     places = _slots(state, row, positions)
     rows = replace(rows, lengths=held, page_table=state.page_table, host=host)
-    return Step(rows, positions, row, keep_steps, places, hashes, state, growth, version)
-
-
-def ready(state: State, batch: Batch, keep_steps: bool) -> tuple[State, Growth]:
-    """What the host does before a forward: check, and reserve pages. The state with them, and each row's new tokens."""
-    growth = _checked_growth(state, batch, keep_steps)
-    check_fresh(state)
-    return reserve(state, growth.most), growth
+    return Step(rows, positions, row, keep_steps, places, hashes, state, ledger)
 
 
 def finish(step: Step, layers: Sequence[Entry | None]) -> State | None:
-    """The state after the forward, with the layers' new entries."""
-    if step.state is None or step.growth is None or step.version is None:
+    """The state after the forward, with the layers' new entries; pending when steps are kept."""
+    state = step.state
+    if state is None:
         return None
     entries = tuple(entry for entry in layers if entry is not None)
-    if len(entries) != len(step.state.layers):
-        raise StateError(_other_model(step.state, str(len(entries))))
-    log = _logged(step, step.state)
-    return grown(step.state, entries, log, step.rows.new, step.growth, step.version, step.keep_steps)
+    if len(entries) != len(state.layers):
+        raise StateError(_other_model(state, str(len(entries))))
+    new = step.rows.new
+    return replace(
+        state, lengths=state.lengths + new, layers=entries, pending=new if step.keep_steps else None,
+        log=_logged(step, state), ledger=step.ledger,
+    )  # fmt: skip
 
 
 def _logged(step: Step, state: State) -> TokenLog | None:
@@ -194,18 +176,37 @@ def _other_model(state: State, layers: str) -> str:
     )
 
 
-def _checked_growth(state: State, batch: Batch, keep_steps: bool) -> Growth:
+def _grown(state: State, batch: Batch, keep_steps: bool) -> tuple[State, Ledger]:
+    """The state, checked and with pages for its new tokens, and the ledger of the state that has them."""
     check_usable(state)
     _check_transforms(state)
-    growth = Growth.of(batch)
-    check_room(state, growth.most)
+    beforehand(Ledger.check_room, state.ledger, batch.most, state.max_len)
     recurrent = any(isinstance(entry, Recurrent) for entry in state.layers)
     if keep_steps and recurrent and batch.max_query > MAX_KEPT_STEPS:
         raise ValueError(
             f"keep_steps=True with {batch.max_query} new tokens in a row; at most {MAX_KEPT_STEPS} can be kept. "
             "Run the prompt without keep_steps, then the window to verify with it"
         )
-    return growth
+    growth = (batch.most, batch.counted, keep_steps)
+    ledger = noted(Ledger.grow, state.ledger, *growth, writes=ready)
+    if valueless(state.lengths):  # nothing is written: what runs the trace reserves pages, and claims them
+        return state, ledger
+    before, state = state, ready(state, [ledger])
+    return state, ledger if state is before else state.ledger.grow(*growth)
+
+
+def ready(state: State, versions: Sequence[Ledger]) -> State:
+    """The state, checked to be fresh, with pages for what these versions that it grows to hold. See `reserve`."""
+    check_usable(state)
+    check_fresh(state)
+    return reserve(state, [max(lengths) for lengths in zip(*(one.lengths for one in versions), strict=True)])
+
+
+def _host_lengths(batch: Batch, ledger: Ledger) -> HostLengths:
+    """What kernels may know on the host: each row's length with its new tokens, and its pages."""
+    # A trace outlives the pages that rows hold now.
+    pages = () if symbolic(ledger.lengths) else tuple(lease.pages for lease in ledger.leases)
+    return HostLengths(batch.most, ledger.lengths, pages, ledger.extent.exact, ledger.fits)
 
 
 def _check_transforms(state: State) -> None:

@@ -1,14 +1,12 @@
-"""Token buckets: the few sizes that batches are padded to, so that a few captured programs serve all of them.
-
-A batch is anything with `tokens`, `rows`, `max_query`, `uniform` and `counts` that offers `pad(tokens, max_query)`, the
-same rows with padding and another bound, and `idle(tokens, max_query, uniform)`, one of this size to capture with.
-"""
+"""Token buckets: the few sizes that batches are padded to, so that a few captured programs serve all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from ..protocols import Ragged
 
 FEW = 8
 """Tokens a row up to which a uniform batch is not padded: decoding and verifying keep their shape anyway."""
@@ -45,7 +43,7 @@ class Buckets:
             raise NoBucketError(f"a batch of {count} tokens is larger than the largest bucket, {self.sizes[-1]}")
         return found
 
-    def fit(self, batch: Any) -> Any:
+    def fit(self, batch: Ragged) -> Any:
         """`batch` padded to its bucket. A uniform one of few tokens a row is a bucket of its own."""
         if batch.uniform and batch.max_query <= FEW:
             return batch
@@ -55,7 +53,7 @@ class Buckets:
         return batch.pad(tokens, most)
 
 
-def idle(batch: Any, bucket: Bucket) -> Any:
+def idle(batch: Ragged, bucket: Bucket) -> Any:
     """A batch as `batch`, as large as `bucket` says, to capture with."""
     tokens, most = bucket if isinstance(bucket, tuple) else (bucket, bucket)
     return batch.idle(tokens, most, uniform=most <= FEW and tokens == batch.rows * most)

@@ -146,8 +146,10 @@ class Capture:
         return placed
 
     @torch.no_grad()
-    def replay(self, placed: Placed, inputs: Sequence[Tensor], host: Sequence[int]) -> Any:
-        """Stage the inputs, run, and put the results together. Donated inputs are overwritten.
+    def replay(
+        self, placed: Placed, inputs: Sequence[Tensor], host: Sequence[int]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Stage the inputs and run: what the results are put together from. Donated inputs are overwritten.
 
         `host` are the host integers of all arguments. A run that fails on a device is given up. `CollectiveError`
         when a rank that takes part in the program does not answer.
@@ -167,4 +169,4 @@ class Capture:
                 raise
             raise lost from error
         self.runs = kept
-        return self.program.results(own, outputs)
+        return own, outputs

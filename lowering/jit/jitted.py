@@ -3,8 +3,8 @@
     step = lowering.jit(model.forward, donate=("state",))
     out, state = step(params, state, batch, logits="last")
 
-The host's part of a function (checks, pages, lengths) is Python, and a replay runs none of it. A function that has such
-a part says so with `host_side`, and a call then runs that, and the replay in place of the function.
+The host's part of a function (checks, pages, lengths) is Python, and a replay runs none of it: it is noted on a tape
+while the function is traced, and a call plays that, and the replay in place of the function.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -37,11 +36,13 @@ from ..explain.stages import Lowered
 from ..host import tracing
 from ..op import version
 from ..policy import MODE
+from ..protocols import Carried, HostValued, Ragged
 from ..target import Target
 from .backends import BACKENDS, DEFAULTS
 from .buckets import Bucket, Buckets, NoBucketError, idle
 from .capture import MOST_PLACES, TRACING, Backend, Capture, Placed, Rehearsal
 from .program import Flat, flattened, trace
+from .tape import Call
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -57,27 +58,15 @@ MOST_COMPARED = 64
 """Earlier calls that a new one is compared with, to say why it is captured again."""
 
 
-@dataclass(frozen=True)
-class HostSide:
-    """What the host has done before a replay, and has left to do after it.
+def captured_with(prepare: Callable[..., dict[str, Any]]) -> Callable[[F], F]:
+    """Say what a function is captured with in the place of some arguments: what `prepare(fit, *args, **kwargs)` gives.
 
-    `arguments` replace those of the call, `after` completes the result. `before` notes that the program runs: the last
-    thing that is done before it does.
-    """
-
-    arguments: dict[str, Any]
-    after: Callable[[Any], Any]
-    before: Callable[[], None] = lambda: None
-
-
-def host_side(side: Callable[..., HostSide]) -> Callable[[F], F]:
-    """Say what the host's part of a function is: `side(fit, *args, **kwargs)`, called with the function's arguments.
-
-    `fit(batch)` pads a batch to its bucket. What the part raises reaches the caller before anything has run.
+    It is called with the function's arguments; `fit(batch)` pads a batch to its bucket, which is done anyway to those
+    that it leaves. For arguments in forms that a graph does not take, or as long as a batch is.
     """
 
     def mark(function: F) -> F:
-        vars(function)["host_side"] = side
+        vars(function)["captured_with"] = prepare
         return function
 
     return mark
@@ -136,7 +125,7 @@ class Jitted:
         self.fixed = frozenset(fixed)
         self.captures = 0
         self._watch = watch
-        self._side = _host_side(function)
+        self._prepare = _prepare_of(function)
         self._graphs: dict[tuple[Any, ...], Capture] = {}
         self._backends: dict[str, Backend] = {}
         self._seen: deque[dict[str, Any]] = deque(maxlen=MOST_COMPARED)
@@ -167,21 +156,27 @@ class Jitted:
             return self.function(*args, **kwargs)
         given = self._bound(args, kwargs)
         try:
-            side = self._host_side(self.buckets.fit, given, args, kwargs)
+            arguments = self._prepared(given, args, kwargs)
         except NoBucketError as reason:
             self._say("bucket", f"{reason}; it runs uncaptured", above=1)
             result = self.function(*args, **kwargs)
             self._mark_donated(given)
             return result
-        arguments = given | side.arguments
         capture, flats = self._captured(arguments)
-        ints = _joined(_host_ints(arguments)) if capture.program.host else ()
+        program = capture.program
+        call = Call(program.tape, _unpadded(arguments, given), program.known(_tensors(flats)))
+        ready = {name: value for name, value in call.arguments.items() if isinstance(value, Carried)}
+        if any(value is not arguments[name] for name, value in ready.items()):
+            arguments |= ready
+            capture, flats = self._captured(arguments)
+            program = capture.program
+        ints = _joined(_host_ints(arguments)) if program.host else ()
         with capture.lock:
             placed, inputs = self._placed(capture, arguments, flats)
             how: tuple[str, ...] | None = (FAILED, "go on from a fork of it, or fill a new state")
             try:
-                side.before()
-                result = capture.replay(placed, inputs, ints)
+                call.claim()
+                own, outputs = capture.replay(placed, inputs, ints)
                 how = ()
             except CaptureError:  # nothing has run
                 how = None
@@ -190,7 +185,8 @@ class Jitted:
                 # Only now: whatever failed before has left the donated values as they were.
                 if how is not None:
                     self._mark_donated(given, *how)
-        return side.after(result)
+        ledgers = call.ledgers(program.known(own, outputs))
+        return program.results(own, outputs, ledgers, _tokens(given))
 
     @lasting
     def warm(self, buckets: Iterable[Bucket], *args: Any, **kwargs: Any) -> None:
@@ -200,7 +196,7 @@ class Jitted:
         of tokens, or a pair of it and the most tokens of one row: `(rows, 1)` decodes, `(rows * 4, 4)` verifies.
         """
         given = self._bound(args, kwargs)
-        batches = [name for name, value in given.items() if _is_batch(value)]
+        batches = [name for name, value in given.items() if isinstance(value, Ragged)]
         if len(batches) != 1:
             raise ValueError(f"warm: {self.name} was given {len(batches)} batches; buckets are sizes of one")
         # The smaller ones find room in the memory of the largest.
@@ -219,7 +215,7 @@ class Jitted:
     @lasting
     def ahead(self, *args: Any, **kwargs: Any) -> Jitted:
         """Capture for arguments like these now, computing nothing; this function itself."""
-        arguments = self._prepared(args, kwargs)
+        arguments = self._prepared(self._bound(args, kwargs), args, kwargs)
         capture, flats = self._captured(arguments)
         with capture.lock:
             self._placed(capture, arguments, flats)
@@ -228,31 +224,24 @@ class Jitted:
     @lasting
     def lower(self, *args: Any, target: str | Target | None = None, **kwargs: Any) -> Lowered:
         """The function lowered for arguments like these, batches padded to their bucket; `.compile()` captures it."""
-        given = self._prepared(args, kwargs)
+        given = self._prepared(self._bound(args, kwargs), args, kwargs)
         bound = inspect.BoundArguments(self.signature, given)
         capture = partial(self.ahead, *args, **kwargs)
         return traced(self.function, bound.args, bound.kwargs, target, None, capture)
-
-    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments as a call would hand them to a replay."""
-        given = self._bound(args, kwargs)
-        return given | self._host_side(self.buckets.fit, given, args, kwargs).arguments
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return bound.arguments
 
-    def _host_side(self, fit: Callable[[Any], Any], given: Mapping[str, Any], args: Any, kwargs: Any) -> HostSide:
-        if self._side is not None:
-            return self._side(fit, *args, **kwargs)
-        for name, value in given.items():
-            if hasattr(value, "mark_used"):
-                raise CaptureError(
-                    f"jit: {name!r} is a {type(value).__name__}, whose lengths and pages are counted on the host, and "
-                    f"{self.name} does not say how (lowering.host_side); jit the functions that it calls instead"
-                )
-        return HostSide({}, lambda result: result)
+    def _prepared(self, given: dict[str, Any], args: Any, kwargs: Any) -> dict[str, Any]:
+        """The arguments as a program takes them, each with a ledger or rows checked."""
+        hosted = {name: value for name, value in given.items() if isinstance(value, (Carried, Ragged))}
+        for value in hosted.values():
+            value.check()
+        found = {} if self._prepare is None else self._prepare(self.buckets.fit, *args, **kwargs)
+        padded = {name: value for name, value in hosted.items() if isinstance(value, Ragged) and name not in found}
+        return given | found | {name: self.buckets.fit(value) for name, value in padded.items()}
 
     def _donated(self, given: Mapping[str, Any]) -> list[str]:
         return [name for name in self.donate if given[name] is not None]
@@ -295,10 +284,8 @@ class Jitted:
         capture = self._known_capture(key, facts)
         if capture is None:
             with self._lock:  # Replays of other captures go on.
-                capture = self._known_capture(key, facts) or self._made((*key, facts), facts, arguments, flats)
+                capture = self._known_capture(key, facts) or self._made((*key, facts), arguments, flats)
         capture.used = next(self._counter)
-        if not capture.backend.fixed:
-            self._note_pools(capture, arguments)
         return capture, flats
 
     def _known_capture(self, key: tuple[Any, ...], facts: tuple[bool, ...]) -> Capture | None:
@@ -309,20 +296,13 @@ class Jitted:
         other = self._graphs.get((*key, (True,) * len(facts)))
         return None if other is None or other.program.host else other
 
-    def _made(
-        self, key: tuple[Any, ...], facts: tuple[bool, ...], arguments: Mapping[str, Any], flats: dict[str, Flat]
-    ) -> Capture:
+    def _made(self, key: tuple[Any, ...], arguments: Mapping[str, Any], flats: dict[str, Flat]) -> Capture:
         """A capture for arguments like none before."""
         if len(self._numbers) > MOST_NUMBERS:
             self._drop_numbers()
-        with self._watched():
-            with TRACING:
-                capture = self._traced(arguments, flats)
-            with capture.lock, TRACING:  # in the order of `_placed`
-                capture.place(_tensors(flats), _rehearsal(arguments, flats))
-        self._keep(key, capture)  # Only now: it may not compile.
-        self.captures += 1
-        self._tell_changes(facts, {name: x for name, x in flats.items() if not _is_batch(arguments[name])})
+        with self._watched(), TRACING:
+            capture = self._traced(arguments, flats)
+        self._keep(key, capture)
         return capture
 
     def _keep(self, key: tuple[Any, ...], capture: Capture) -> None:
@@ -342,13 +322,19 @@ class Jitted:
         self, capture: Capture, arguments: Mapping[str, Any], flats: dict[str, Flat]
     ) -> tuple[Placed, list[Tensor]]:
         """The run of a capture for where these arguments lie, and their tensors. Its lock is held."""
+        if not capture.backend.fixed:
+            self._note_pools(capture, arguments)
         inputs = _tensors(flats)
         placed = capture.placed(inputs)
         if placed is None:
             with self._watched(), TRACING:
+                first = not capture.runs
                 placed = capture.place(inputs, _rehearsal(arguments, flats))
             self.captures += 1
-            self._say("places", "captured again, since tensors that must stay in place were moved", above=2)
+            if first:
+                self._tell_changes(arguments, flats)
+            else:
+                self._say("places", "captured again, since tensors that must stay in place were moved", above=2)
         return placed, inputs
 
     def _watched(self) -> AbstractContextManager[object]:
@@ -356,24 +342,23 @@ class Jitted:
 
     def _note_pools(self, capture: Capture, arguments: Mapping[str, Any]) -> None:
         """Count a capture over another pool as a graph of a device would have to be made anew for it."""
-        held = [x.untyped_storage() for value in arguments.values() if hasattr(value, "pools") for x in value.pools()]
+        held = [x.untyped_storage() for x in _pools(arguments)]
         pools = tuple(storage._cdata for storage in held)
-        with capture.lock:
-            known = [tuple(one.cdata for one in kept) for kept in capture.pools]
-            fresh, first = pools not in known, not known
-            if fresh:
-                # A weak reference keeps the number, not the memory: no later pool can have that of a former one.
-                capture.pools = (tuple(map(StorageWeakRef, held)), *capture.pools)[:MOST_PLACES]
-                self.captures += not first
+        known = [tuple(one.cdata for one in kept) for kept in capture.pools]
+        fresh, first = pools not in known, not known
+        if fresh:
+            # A weak reference keeps the number, not the memory: no later pool can have that of a former one.
+            capture.pools = (tuple(map(StorageWeakRef, held)), *capture.pools)[:MOST_PLACES]
+            self.captures += not first
         if fresh and not first:
             self._say("pool", "captured again, over another pool of pages; the compiled code is kept", above=3)
 
     def _traced(self, arguments: Mapping[str, Any], flats: dict[str, Flat]) -> Capture:
         backend = self._backend(flats)
         for name in self._donated(arguments):
-            if not hasattr(arguments[name], "mark_used"):
+            if not isinstance(arguments[name], Carried):
                 raise CaptureError(f"jit: {name!r} is a {type(arguments[name]).__name__}; only states can be donated")
-        staged = [name for name, value in arguments.items() if isinstance(value, Tensor) or _is_batch(value)]
+        staged = [name for name, value in arguments.items() if isinstance(value, (Tensor, Ragged))]
 
         def call(arguments: dict[str, Any]) -> Any:
             bound = inspect.BoundArguments(self.signature, arguments)
@@ -382,7 +367,7 @@ class Jitted:
         program = trace(call, flats, self._donated(arguments), staged, _examples(arguments))
         if not backend.fixed:
             return Capture(program, backend, _places(flats, lambda name, x: name in staged))
-        pools = {id(x) for value in arguments.values() if hasattr(value, "pools") for x in value.pools()}
+        pools = set(map(id, _pools(arguments)))
         moving = _places(flats, lambda name, x: name not in self.fixed and id(x) not in pools)
         return Capture(program, backend, [place for place in moving if place not in program.written])
 
@@ -401,15 +386,16 @@ class Jitted:
             self._backends[name] = backend
         return self._backends[name]
 
-    def _tell_changes(self, facts: tuple[bool, ...], flats: Mapping[str, Flat]) -> None:
+    def _tell_changes(self, arguments: Mapping[str, Any], flats: Mapping[str, Flat]) -> None:
         """Say why a call like an earlier one is captured again. The batch is left out: another size is no reason."""
-        now: dict[str, Any] = {"": _choices(), FACTS: facts}
-        now |= {name: (flat.structure, flat.dtypes, flat.shapes) for name, flat in flats.items()}
+        now: dict[str, Any] = {"": _choices(), FACTS: _host_facts(arguments)}
+        told = {name: flat for name, flat in flats.items() if not isinstance(arguments[name], Ragged)}
+        now |= {name: (flat.structure, flat.dtypes, flat.shapes) for name, flat in told.items()}
         nearest = min(self._seen, key=lambda then: sum(then[name] != now[name] for name in now), default=now)
         self._seen.append(now)
         for name in now:
             if now[name] != nearest[name]:
-                self._say(*_change(name, nearest[name], now[name]), above=4)
+                self._say(*_change(name, nearest[name], now[name]), above=3)
 
     def _say(self, reason: str, what: str, above: int) -> None:
         """Warn once for each reason, at the line of the caller, `above` functions of ours away."""
@@ -431,20 +417,34 @@ def _tensors(flats: Mapping[str, Flat]) -> list[Tensor]:
     return _joined(flat.tensors for flat in flats.values())
 
 
+def _pools(arguments: Mapping[str, Any]) -> list[Tensor]:
+    return _joined(value.pools() for value in arguments.values() if isinstance(value, Carried))
+
+
 def _host_ints(arguments: Mapping[str, Any]) -> list[Sequence[int]]:
-    return [value.host_ints() for value in arguments.values() if hasattr(value, "host_ints")]
+    return [value.host_ints() for value in arguments.values() if isinstance(value, HostValued)]
 
 
 def _host_facts(arguments: Mapping[str, Any]) -> tuple[bool, ...]:
-    return tuple(_joined(value.host_facts() for value in arguments.values() if hasattr(value, "host_facts")))
+    return tuple(_joined(value.host_facts() for value in arguments.values() if isinstance(value, HostValued)))
+
+
+def _tokens(given: Mapping[str, Any]) -> dict[str, int]:
+    """How many tokens each ragged argument has."""
+    return {name: value.tokens.shape[0] for name, value in given.items() if isinstance(value, Ragged)}
+
+
+def _unpadded(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with ragged ones as they were given: what a program takes of them is padded."""
+    return {name: given[name] if isinstance(value, Ragged) else value for name, value in arguments.items()}
 
 
 def _examples(arguments: Mapping[str, Any]) -> dict[str, Sequence[int]]:
     """Host integers to capture with: of a state those of empty rows, which have room for any batch."""
     return {
-        name: [0] * len(value.host_ints()) if hasattr(value, "emptied") else value.host_ints()
+        name: [0] * len(value.host_ints()) if isinstance(value, Carried) else value.host_ints()
         for name, value in arguments.items()
-        if hasattr(value, "host_ints")
+        if isinstance(value, HostValued)
     }
 
 
@@ -459,7 +459,7 @@ def _rehearsal(arguments: Mapping[str, Any], flats: Mapping[str, Flat]) -> Rehea
 
 def _emptied(value: Any, flat: Flat) -> list[Tensor]:
     """The tensors of an argument, or of what takes its place in a rehearsal."""
-    if not hasattr(value, "emptied"):
+    if not isinstance(value, Carried):
         return flat.tensors
     leaves = dict(zip(flat.places, pytree.tree_leaves(value.emptied()), strict=True))
     return [leaves[at] for at in range(len(flat.tensors))]
@@ -524,23 +524,19 @@ def _shown(statics: tuple[Any, ...]) -> str:
     return repr(statics[0] if len(statics) == 1 else statics)
 
 
-def _is_batch(value: Any) -> bool:
-    return hasattr(value, "pad") and hasattr(value, "idle")
-
-
 def _innermost(function: Callable[..., Any]) -> Callable[..., Any]:
     return _innermost(function.func) if isinstance(function, partial) else function
 
 
-def _host_side(function: Callable[..., Any]) -> Callable[..., HostSide] | None:
-    """The host's part of a function: of a method with its object, of a partial with its arguments."""
+def _prepare_of(function: Callable[..., Any]) -> Callable[..., dict[str, Any]] | None:
+    """What a function is captured with: of a method with its object, of a partial with its arguments."""
     if isinstance(function, partial):
-        side = _host_side(function.func)
-        if side is None:
+        inner = _prepare_of(function.func)
+        if inner is None:
             return None
-        return lambda fit, *args, **kwargs: side(fit, *function.args, *args, **(function.keywords | kwargs))
-    side = getattr(function, "host_side", None)
+        return lambda fit, *args, **kwargs: inner(fit, *function.args, *args, **(function.keywords | kwargs))
+    prepare = getattr(function, "captured_with", None)
     owner = getattr(function, "__self__", None)
-    if side is None or owner is None:
-        return side
-    return lambda fit, *args, **kwargs: side(fit, owner, *args, **kwargs)
+    if prepare is None or owner is None:
+        return prepare
+    return lambda fit, *args, **kwargs: prepare(fit, owner, *args, **kwargs)

@@ -4,9 +4,7 @@ The graph takes each tensor of the arguments once, and those of their host integ
 computes for a donated argument it copies, as its last act, to where the argument's own tensors lie; every other result
 is a tensor of its own.
 
-An argument with integers on the host that change between replays offers `host_ints()`, `with_host_ints(values)`, which
-is the argument with others in their place, and `host_facts()`: booleans, true where more is known, which a program may
-depend on.
+What the host does beside it is noted on its tape while it is traced.
 """
 
 from __future__ import annotations
@@ -26,6 +24,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from ..errors import CaptureError
+from ..protocols import Carried, HostValued
+from .tape import Recording, Tape, recording
 
 
 @dataclass(frozen=True)
@@ -91,27 +91,78 @@ class Made:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """A result made with the padding of a ragged argument, which is cut off on an axis."""
+
+    made: Made
+    argument: str
+    axis: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """A carried value among the results: how many leaves it has, its structure, and the place of its ledger."""
+
+    leaves: int
+    spec: pytree.TreeSpec
+    ledger: int
+
+
+@dataclass(frozen=True)
 class Program:
     """The graph, and the results' leaves: inputs, outputs of the graph, or values of their own.
 
     The graph takes the tensors of all arguments, then the host integers whose places (among all of the arguments') are
     `host`. `written` are the places of the inputs that it writes to, `homes` those that it copies a successor to.
+    `nodes` are the results' parts in order, carried values in one and None for a leaf; `reads` is where the values lie
+    that `tape` counts with.
     """
 
     graph: GraphModule
     leaves: tuple[Any, ...]
+    nodes: tuple[Held | None, ...]
     spec: pytree.TreeSpec
     host: tuple[int, ...]
     written: frozenset[int]
     homes: frozenset[int]
+    tape: Tape
+    reads: tuple[Given | Made, ...]
 
-    def results(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
-        """What the function returns, from what the graph was given and gave."""
-        leaves = [
-            inputs[x.place] if isinstance(x, Given) else outputs[x.place] if isinstance(x, Made) else x
-            for x in self.leaves
+    def known(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None) -> list[Tensor | None]:
+        """The values that the host counts with: before the graph has run, those that it is given."""
+        return [
+            inputs[x.place] if isinstance(x, Given) else None if outputs is None else outputs[x.place]
+            for x in self.reads
         ]
-        return pytree.tree_unflatten(leaves, self.spec)
+
+    def results(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], ledgers: Sequence[Any], tokens: Mapping[str, int]
+    ) -> Any:
+        """What the function returns, from what the graph was given and gave.
+
+        `ledgers` are the values of the tape's places, `tokens` those that each padded argument had.
+        """
+        leaves = (_result(x, inputs, outputs, tokens) for x in self.leaves)
+        return pytree.tree_unflatten([_rebuilt(node, leaves, ledgers) for node in self.nodes], self.spec)
+
+
+def _result(x: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], tokens: Mapping[str, int]) -> Any:
+    """The leaf that `x` stands for."""
+    if isinstance(x, Made):
+        return outputs[x.place]
+    if isinstance(x, Given):
+        return inputs[x.place]
+    if isinstance(x, Cut):
+        whole = outputs[x.made.place]
+        return whole.narrow(x.axis, 0, tokens[x.argument]) if x.argument in tokens else whole
+    return x
+
+
+def _rebuilt(node: Held | None, leaves: Iterator[Any], ledgers: Sequence[Any]) -> Any:
+    if node is None:
+        return next(leaves)
+    carried = pytree.tree_unflatten([next(leaves) for _ in range(node.leaves)], node.spec)
+    return carried.with_ledger(ledgers[node.ledger])
 
 
 def trace(
@@ -139,8 +190,9 @@ def trace(
 
     def flat(*inputs: Any) -> list[Tensor]:
         arguments = layout.arguments(inputs[:count], inputs[count:])
-        made[:] = [_Results(layout, inputs[:count])]
-        return made[0].written(arguments, function(arguments))
+        with recording(arguments) as notes:
+            made[:] = [_Results(layout, inputs[:count], notes)]
+            return made[0].written(arguments, function(arguments))
 
     symbols = HostSymbols()
     try:
@@ -157,7 +209,11 @@ def trace(
     graph.graph.eliminate_dead_code()
     used = _without_unused(graph, count)
     graph.recompile()
-    return Program(graph, tuple(made[0].leaves), made[0].spec, used, _written(graph, count), frozenset(made[0].homes))
+    found = made[0]
+    return Program(
+        graph, tuple(found.leaves), tuple(found.nodes), found.spec, used, _written(graph, count),
+        frozenset(found.homes), found.notes.tape, tuple(found.reads),
+    )  # fmt: skip
 
 
 def _without_unused(graph: GraphModule, tensors: int) -> tuple[int, ...]:
@@ -236,40 +292,54 @@ class _Results:
 
     layout: _Layout
     inputs: Sequence[Tensor]
+    notes: Recording
     leaves: list[Any] = field(default_factory=list)
+    nodes: list[Held | None] = field(default_factory=list)
+    reads: list[Any] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     homes: list[int] = field(default_factory=list)
     spec: Any = None
 
+    def __post_init__(self) -> None:
+        self._made: dict[int, Made] = {}
+
     def written(self, arguments: dict[str, Any], result: Any) -> list[Tensor]:
         """Overwrite what was donated; the tensors that the graph has to give out."""
-        result = bare(result)
-        self.spec = pytree.tree_structure(result)
-        found = self._found(arguments, result)
+        parts, self.spec = pytree.tree_flatten(bare(result), is_leaf=lambda x: isinstance(x, Carried))
+        found = self._found(arguments, parts)
         donated = self.layout.inputs_of(self.layout.donated)
         places = {id(x): place for place, x in enumerate(self.inputs)}
         changed = {leaf.home for leaf in found if leaf.home is not None and places.get(id(leaf.value)) != leaf.home}
         # All copies are made before the first input is overwritten: one may be read from another.
         writes = [(leaf.home, self._apart(leaf.value, donated)) for leaf in found if leaf.home in changed]
         for leaf in found:
-            self.leaves.append(self._source(leaf, places, changed, donated))
+            self.leaves.append(self._cut(leaf.value, self._source(leaf, places, changed, donated)))
+        for read in self.notes.reads:
+            place = places.get(id(read))
+            self.reads.append(self._given_out(read) if place is None else Given(place))
         for home, value in writes:
             self.homes.append(home)
             self.inputs[home].copy_(value)
         return self.outputs
 
-    def _found(self, arguments: dict[str, Any], result: Any) -> list[_Leaf]:
+    def _found(self, arguments: dict[str, Any], parts: Sequence[Any]) -> list[_Leaf]:
         """The leaves of the result."""
         waiting = [(name, value) for name, value in arguments.items() if name in self.layout.donated]
-        kinds = tuple(type(value) for _, value in waiting)
         found: list[_Leaf] = []
-        for node in pytree.tree_leaves(result, is_leaf=lambda x: type(x) in kinds):
-            match = next((pair for pair in waiting if type(pair[1]) is type(node)), None)
+        for part in parts:
+            if not isinstance(part, Carried):
+                self.nodes.append(None)
+                found.append(_Leaf(part))
+                continue
+            place, part = self.notes.place(part.ledger), part.with_ledger(None)
+            leaves, spec = pytree.tree_flatten(part)
+            self.nodes.append(Held(len(leaves), spec, place))
+            match = next((pair for pair in waiting if type(pair[1]) is type(part)), None)
             if match is None:
-                found += [_Leaf(value) for value in pytree.tree_leaves(node)]
+                found += map(_Leaf, leaves)
             else:
                 waiting.remove(match)
-                found += self._succeeding(*match, node)
+                found += self._succeeding(*match, part)
         if waiting:
             raise CaptureError(
                 f"jit: {waiting[0][0]!r} is donated, and the function returns no new {type(waiting[0][1]).__name__} in "
@@ -299,12 +369,26 @@ class _Results:
             return leaf.value
         if leaf.home is not None:
             return Given(leaf.home)
-        lent = self.layout.inputs_of(self.layout.staged) | donated
         place = places.get(id(leaf.value))
-        if place is not None and place not in changed and (place not in lent or (leaf.inside and place in donated)):
-            return Given(place)
-        self.outputs.append(self._apart(leaf.value, lent))
-        return Made(len(self.outputs) - 1)
+        kept = place not in self._lent or (leaf.inside and place in donated)
+        return Given(place) if kept and place is not None and place not in changed else self._given_out(leaf.value)
+
+    @cached_property
+    def _lent(self) -> set[int]:
+        """The inputs whose memory is overwritten after a replay."""
+        return self.layout.inputs_of((*self.layout.staged, *self.layout.donated))
+
+    def _given_out(self, x: Tensor) -> Made:
+        """`x` as an output of the graph, once however often it is asked for."""
+        if id(x) not in self._made:
+            self.outputs.append(self._apart(x, self._lent))
+            self._made[id(x)] = Made(len(self.outputs) - 1)
+        return self._made[id(x)]
+
+    def _cut(self, x: Any, source: Any) -> Any:
+        """Where a replay finds `x`, without the padding of a ragged argument that it has an entry a token of."""
+        _, argument, axis = self.notes.lengthwise.get(id(x), (x, "", 0))
+        return Cut(source, argument, axis) if argument and isinstance(source, Made) else source
 
     def _apart(self, x: Tensor, places: set[int]) -> Tensor:
         """`x`, or a copy where it shares memory with one of these inputs."""
@@ -326,9 +410,9 @@ def _alike(x: Tensor, y: Tensor) -> bool:
 
 
 def bare(value: Any) -> Any:
-    """The tree without the host values of nodes that have some: a program is replayed long after these have changed."""
+    """The tree without host integers, carried values aside: a program is replayed long after these have changed."""
 
     def visit(node: Any) -> Any:
-        return node.without_host() if hasattr(node, "without_host") else node
+        return node.with_host_ints(()) if isinstance(node, HostValued) and not isinstance(node, Carried) else node
 
-    return pytree.tree_map(visit, value, is_leaf=lambda node: hasattr(node, "without_host"))
+    return pytree.tree_map(visit, value, is_leaf=lambda node: isinstance(node, HostValued))

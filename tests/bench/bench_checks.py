@@ -17,7 +17,7 @@ import torch
 
 import funcmodels as fm
 from funcmodels.state.batch import check_ids, check_layout
-from funcmodels.state.state import Growth, State, check_fresh, claim, new_version
+from funcmodels.state.state import State, check_fresh
 from tests import held_out
 from tests.bench.bench_round import PROMPT, Decoding
 from tests.bench.timing import best
@@ -27,13 +27,12 @@ STEPS = 20
 
 def checks(state: State, batch: fm.Batch, vocab: int) -> float:
     """Microseconds of all that a forward checks on the host, and notes of its writing."""
-    growth = Growth.of(batch)
 
     def run() -> None:
         check_layout(batch)
         check_ids(batch, vocab)
         check_fresh(state)
-        claim(state.host, growth.most, new_version(state.host, growth))
+        state.ledger.grow(batch.most, batch.counted, False).claim(state.ledger)
 
     return 1e6 * min(timeit.repeat(run, timer=time.thread_time, number=1000, repeat=5)) / 1000
 

@@ -23,7 +23,6 @@ import torch
 
 import funcmodels as fm
 import lowering
-from funcmodels.drafts.protocol import outputs_for
 from tests import held_out
 from tests.bench.timing import best
 
@@ -75,7 +74,7 @@ def ways(model: fm.Model, params: Any, draft: Any, steps: int, given: fm.Samplin
             live = taken < tokens
             proposal, drafted = draft.propose(params, drafted, carry, steps, noise(sampling, torch.arange(ROWS)))
             window = proposal.batch(state)
-            out, pending = model.forward(params, state, window, outputs=outputs_for(draft), keep_steps=True)
+            out, pending = model.forward(params, state, window, outputs=draft.outputs, keep_steps=True)
             verdict = fm.verify(out, proposal, sampling)
             accepted = torch.where(live, verdict.accepted, 0)
             following = torch.where(torch.arange(steps + 1) < accepted[:, None], verdict.tokens, -1)
@@ -113,7 +112,7 @@ def parts(
     assert model.tokenizer is not None
     prompts = held_out.prompts(model.tokenizer, rows, tokens, tokens, seed=rows)
     state, drafted, out, batch = begun(model, params, draft, prompts, tokens + 16)
-    outputs = outputs_for(draft)
+    outputs = draft.outputs
     last = out.logits[batch.query_start[1:].long() - 1].argmax(-1)
     drafted, carry = draft.extend(params, drafted, out, batch, fm.next_tokens(batch, last))
     proposal, drafted = draft.propose(params, drafted, carry, steps)
@@ -131,7 +130,7 @@ def begun(model: fm.Model, params: Any, draft: Any, prompts: list[list[int]], ro
     """States of the model, whose rows hold the prompts, and of the draft, which are empty; output and batch."""
     state = model.init_state(len(prompts), room, params.embed.weight.dtype)
     drafted, batch = draft.init_state(state), fm.Batch.from_lists(prompts, state)
-    out, state = model.forward(params, state, batch, outputs=outputs_for(draft))
+    out, state = model.forward(params, state, batch, outputs=draft.outputs)
     return state, drafted, out, batch
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import funcmodels as fm
-from funcmodels.drafts.protocol import outputs_for
 from funcmodels.sampling.draws import noise
 from tests.oracle.states import ROUNDING, advance
 from tests.tolerances import assert_close, bound
@@ -56,7 +55,7 @@ class Rows:
         longest = max((len(asked.prompt) for asked in new.values()), default=0)
         for lower in range(0, longest, chunk):
             fed = [new[row].prompt[lower : lower + chunk] if row in new else [] for row in range(len(self.tokens))]
-            out, self.state = advance(self.one, self.state, fed, outputs=outputs_for(self.head))
+            out, self.state = advance(self.one, self.state, fed, outputs=self.head.outputs)
             batch = fm.Batch.from_lists(fed)
             drawn = self.draw(out.logits[(batch.query_start[1:] - 1).clamp(min=0).long()])
             following = list(drawn)
@@ -102,7 +101,7 @@ class Rows:
         if isinstance(proposal, Tensor):
             proposal = fm.Proposal(self.carry.token, proposal, self.state.lengths)
         drafts, window = proposal.tokens, proposal.batch(self.state)
-        options: dict[str, Any] = {"keep_steps": True, "outputs": outputs_for(self.head)}
+        options: dict[str, Any] = {"keep_steps": True, "outputs": self.head.outputs}
         out, pending = self.one.model.forward(self.one.params, self.state, window, **options)
         verdict = fm.verify(out, proposal, self.sampling, self.requests)
         limit = torch.tensor([drafts.shape[1] + 1 if asked else 0 for asked in self.asked])
@@ -126,7 +125,7 @@ class Rows:
         live = [row for row, asked in enumerate(self.asked) if asked]
         lengths = [max(len(row) - 1, 0) for row in self.tokens]
         assert self.state.lengths.tolist() == self.dstate.lengths.tolist() == lengths
-        assert self.state.host.lengths == self.dstate.host.lengths == tuple(lengths)
+        assert self.state.ledger.lengths == self.dstate.ledger.lengths == tuple(lengths)
         state, dstate, carry = from_scratch(self.one, [self.tokens[row] for row in live], self.head)
         assert self.carry is not None
         for at, row in enumerate(live):
@@ -140,7 +139,7 @@ def from_scratch(one: Any, tokens: list[list[int]], head: Any) -> tuple[fm.State
     """Both states and the carry of rows that hold these tokens, the newest of each not yet run."""
     state = one.model.init_state(len(tokens), max(map(len, tokens)), page_size=64)
     ids = [row[:-1] for row in tokens]
-    out, after = advance(one, state, ids, outputs=outputs_for(head))
+    out, after = advance(one, state, ids, outputs=head.outputs)
     batch = fm.Batch.from_lists(ids)
     last = torch.tensor([row[-1] for row in tokens])
     dstate, carry = head.extend(one.params, head.init_state(state), out, batch, fm.next_tokens(batch, last))

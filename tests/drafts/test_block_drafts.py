@@ -151,7 +151,7 @@ def test_any_chunking_gives_the_same_context(seed: int) -> None:
         following = fm.next_tokens(batch, last)
         dstate, carry = one.draft.extend(one.one.params, dstate, out, batch, following, carry)
     assert carry is not None and carry.token.tolist() == [1, 1, 1]
-    assert dstate.host.lengths == (7, 3, 11)
+    assert dstate.ledger.lengths == (7, 3, 11)
     for row in range(3):
         close(fm.logical(dstate, row), fm.logical(whole, row))
 

@@ -152,7 +152,7 @@ def test_a_captured_round_equals_its_parts(variant: str, temperature: float, dra
             expected, *right = plainly(one.one.params, *right, sampling, requests, most, steps=steps, drawn=drawn)
         assert same(found, expected) and same(mine[2], right[2]), f"round {number}"
         for actual, plain in zip(mine[:2], right[:2], strict=True):
-            assert actual.host.lengths == plain.host.lengths == tuple(plain.lengths.tolist())
+            assert actual.ledger.lengths == plain.ledger.lengths == tuple(plain.lengths.tolist())
             for row in range(3):
                 assert same(fm.logical(actual, row), fm.logical(plain, row)), f"round {number}, row {row}"
     assert step.captures == 1

@@ -168,7 +168,7 @@ def test_a_captured_round_equals_its_parts(temperature: float, drawn: bool) -> N
         assert same(found, expected), f"round {number}"
         close(mine[2], right[2])
         for actual, plain in zip(mine[:2], right[:2], strict=True):
-            assert actual.host.lengths == plain.host.lengths == tuple(plain.lengths.tolist())
+            assert actual.ledger.lengths == plain.ledger.lengths == tuple(plain.lengths.tolist())
             for row in range(ROWS):
                 close(fm.logical(actual, row), fm.logical(plain, row))
     assert step.captures == 1

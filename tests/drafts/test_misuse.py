@@ -180,7 +180,7 @@ def test_a_pool_without_pages_for_a_proposal_stays_as_it_was(case: Case) -> None
     out, _ = one.model.forward(one.params, empty, batch)
     following = fm.next_tokens(batch, torch.tensor([6, 7]))
     dstate, carry = head.extend(one.params, head.init_state(empty), out, batch, following)
-    pool, before = dstate.host.leases[0].pool, [fm.logical(dstate, row) for row in range(2)]
+    pool, before = dstate.ledger.leases[0].pool, [fm.logical(dstate, row) for row in range(2)]
     with pytest.raises(fm.OutOfPages, match="2 more pages are needed and 1 of 3 are free"):
         case.propose(dstate, carry, 3)
     assert pool.free == 1

@@ -84,7 +84,7 @@ def test_chunks_leave_the_keys_and_values_of_the_formula(kind: str, seed: int, l
         for row, part in enumerate(per_row(out.hidden, fed)):
             hidden[row].append(part)
     assert carry is not None and carry.token.tolist() == [row[-1] for row in ids]
-    assert dstate.host.lengths == counts and dstate.lengths.tolist() == list(counts)
+    assert dstate.ledger.lengths == counts and dstate.lengths.tolist() == list(counts)
     for row, row_ids in enumerate(ids):
         formula = Transcription(one)
         made = formula.run(row_ids[1:], torch.cat(hidden[row]))

@@ -10,7 +10,6 @@ import torch
 
 import funcmodels as fm
 import lowering
-from funcmodels.drafts.protocol import joined_params, outputs_for
 from tests import held_out
 
 
@@ -40,7 +39,7 @@ def begun(model: fm.Model, params: Any, draft: Any, prompts: list[list[int]]) ->
     state = model.init_state(len(prompts), 128, page_size=32)
     batch = fm.Batch.from_lists(prompts, state)
     drafted = draft.init_state(state)
-    out, state = model.forward(params, state, batch, outputs=outputs_for(draft))
+    out, state = model.forward(params, state, batch, outputs=draft.outputs)
     first = out.logits[batch.query_start[1:].long() - 1].argmax(-1)
     return state, *draft.extend(params, drafted, out, batch, fm.next_tokens(batch, first))
 
@@ -58,7 +57,7 @@ def test_captured_drafts_are_taken_as_often_as_plain_ones(
     """Half of the rows greedy. Tokens stay right with plans that are frozen or fed wrongly: acceptance does not."""
     model, params, prompts = loaded
     draft: Any = fm.draft(model, kind, torch.float32)
-    both, rounds, plainly = joined_params(draft, params), 10, cast(Any, fm.Round(model, draft).run)
+    both, rounds, plainly = draft.joined(params), 10, cast(Any, fm.Round(model, draft).run)
     propose, extend = (lowering.jit(call, ("state",), backend="fx") for call in (draft.propose, draft.extend))
     sampling = fm.RowSampling.of([fm.Sampling(0.9 * (row % 2), seed=row) for row in range(6)])
     rest, most, noise = (sampling, torch.arange(6)), torch.full((6,), 5), fm.CoupledNoise(sampling, torch.arange(6))
@@ -67,7 +66,7 @@ def test_captured_drafts_are_taken_as_often_as_plain_ones(
     for number in range(rounds):
         proposal, drafted = propose(both, drafted, carry, 4, noise)
         window = proposal.batch(state)
-        out, pending = model.forward(params, state, window, outputs=outputs_for(draft), keep_steps=True)
+        out, pending = model.forward(params, state, window, outputs=draft.outputs, keep_steps=True)
         verdict = fm.verify(out, proposal, *rest)
         state = fm.commit(pending, verdict.accepted)
         drafted, carry = extend(both, drafted, out, window, verdict.tokens, carry)

@@ -260,7 +260,7 @@ def test_rows_with_pages_of_their_own_are_copied(layout: str) -> None:
     out, _ = advance(one, copied, [[3], [4], [5]])
     for row, (source, token) in enumerate(((1, 3), (0, 4), (1, 5))):
         close(out.logits[row], run(one, [*ids[source], token]).logits[-1])
-    assert fm.release(copied, [0]).host.lengths[0] == 0
+    assert fm.release(copied, [0]).ledger.lengths[0] == 0
 
 
 @layouts

@@ -432,4 +432,4 @@ def test_a_forward_on_the_meta_device(kind: str) -> None:
         batch = fm.Batch.from_lists(new, state)
         out, state = one.model.forward(tree, state, batch, logits="last", keep_steps=keep_steps)
         assert out.logits.shape == (2, one.config.vocab_size) and out.logits.device.type == "meta"
-    assert fm.commit(state, [1, 2]).host.lengths == (11, 3)
+    assert fm.commit(state, [1, 2]).ledger.lengths == (11, 3)

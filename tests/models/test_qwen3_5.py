@@ -484,4 +484,4 @@ def test_a_forward_on_the_meta_device(kind: str) -> None:
         assert out.logits.device.type == "meta"
         assert out.logits.shape == (2, one.config.vocab_size)
         assert state is not None
-    assert fm.commit(state, [1, 2]).host.lengths == (5, 3)
+    assert fm.commit(state, [1, 2]).ledger.lengths == (5, 3)

@@ -425,4 +425,4 @@ def test_a_forward_on_the_meta_device() -> None:
         out, state = one.model.forward(tree, state, batch, logits="last", keep_steps=keep_steps)
         assert out.logits.device.type == "meta" and out.logits.shape == (2, one.config.vocab_size)
         assert state is not None
-    assert fm.commit(state, [1, 2]).host.lengths == (5, 3)
+    assert fm.commit(state, [1, 2]).ledger.lengths == (5, 3)

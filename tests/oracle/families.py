@@ -188,7 +188,7 @@ def check_shared_prefix(one: Any, run: Callable[..., Any], layout: str) -> None:
     _, state = advance(one, state, [prefix])
     before = fm.logical(state, 0)
     shared = fm.fork(state, [0, 0, 0])
-    assert len({lease.pages[:2] for lease in shared.host.leases}) == 1
+    assert len({lease.pages[:2] for lease in shared.ledger.leases}) == 1
     out, after = advance(one, shared, tails)
     for row, tail in enumerate(tails):
         theirs = run(one, prefix + tail)

@@ -65,7 +65,7 @@ def assert_rows_close(actual: State, expected: State, rows: Sequence[tuple[int, 
 
 def poison(state: State) -> State:
     """The state with NaN in the scratch page, in every page and slot that no row holds, and in the scratch slots."""
-    held = torch.zeros(state.host.leases[0].pool.pages + 1, state.page_size, dtype=torch.bool)
+    held = torch.zeros(state.ledger.leases[0].pool.pages + 1, state.page_size, dtype=torch.bool)
     for row in range(state.rows):
         at = torch.arange(int(state.lengths[row]))
         held[state.page_table[row].long()[at // state.page_size], at % state.page_size] = True

@@ -21,7 +21,7 @@ import funcmodels as fm
 from funcmodels.state import state as states
 from funcmodels.state.pages import PagePool
 from funcmodels.state.rows import fork_into
-from funcmodels.state.state import State, overwritten_rows, rewound
+from funcmodels.state.state import State, rewound
 from funcmodels.state.step import begin, finish
 from funcmodels.state.token_log import stale_rows
 
@@ -60,7 +60,7 @@ class History:
         return after
 
     def counts(self, state: State, most: int) -> list[int]:
-        room = [min(most, MAX_LEN - length) for length in state.host.lengths]
+        room = [min(most, MAX_LEN - length) for length in state.ledger.lengths]
         # Beyond the count of one row, bounds count the most of any.
         return [self.rng.randint(0, n) if self.exact else min(room) for n in room]
 
@@ -105,7 +105,7 @@ class History:
         return fm.select(state, [row if self.rng.random() < 0.8 else -1 for row in rows])
 
     def fork_row_into(self, state: State) -> State:
-        if state.host.leases[0].pool.owned or state.rows < 2:
+        if state.ledger.leases[0].pool.owned or state.rows < 2:
             return state
         source, *rows = self.rng.sample(range(state.rows), 2)
         return fork_into(state, rows, state, source)
@@ -114,7 +114,7 @@ class History:
         return fm.release(state, [self.rng.randrange(state.rows)])
 
     def keep(self, state: State) -> None:
-        self.held = [one for one in [*self.held, state] if not any(lease.ended for lease in one.host.leases)]
+        self.held = [one for one in [*self.held, state] if not any(lease.ended for lease in one.ledger.leases)]
         if len(self.held) > MOST_HELD:
             del self.held[self.rng.randrange(MOST_HELD)]
 
@@ -122,14 +122,14 @@ class History:
         state = self.rng.choice(self.held)
         acts: list[Callable[[State], State]] = [self.extend, self.verify, self.propose, self.fork, self.select]
         acts += [self.extend, self.verify, self.read, self.fork_row_into, self.release]
-        if not overwritten_rows(state):
+        if not state.ledger.overwritten:
             self.keep(self.rng.choice(acts)(state))
 
     def check(self) -> None:
         for state in self.held:
             assert state.log is not None
             changed = stale_rows(state.log, state.page_table, state.lengths).nonzero().flatten().tolist()
-            found = overwritten_rows(state)
+            found = state.ledger.overwritten
             assert found == changed if self.exact else set(found) >= set(changed)
             if found:
                 with pytest.raises(fm.StaleStateError, match=f"row {found[0]} of this state is stale"):
@@ -170,7 +170,7 @@ def test_counts_on_the_device_refuse_nothing_that_the_newest_state_stands_on() -
             line.append(state)
             if history.rng.random() < 0.3:
                 line[-1] = state = history.read(state)
-            assert not any(overwritten_rows(one) for one in line)
+            assert not any(one.ledger.overwritten for one in line)
 
 
 @pytest.mark.plain
@@ -184,7 +184,7 @@ def test_what_a_lease_remembers_is_bounded_by_its_tokens() -> None:
     for _ in range(50):
         state = fm.commit(history.grown(state, [4, 4], keep=True), [1, 0])
         history.grown(state, [2, 1])
-    moving, idle = (len(lease.overwritings) for lease in state.host.leases)
+    moving, idle = (len(lease.overwritings) for lease in state.ledger.leases)
     assert moving <= 51 and idle <= 2
 
 
@@ -201,5 +201,5 @@ def test_copies_know_what_was_overwritten(copied: Callable[[list[State]], list[S
     with mock.patch.object(states, "known", return_value=None):
         bounded = fm.commit(history.grown(new, [4], keep=True), [2])
     history.grown(bounded, [1])
-    found = [overwritten_rows(state) for state in copied([empty, old, new, bounded])]
+    found = [state.ledger.overwritten for state in copied([empty, old, new, bounded])]
     assert found == [[], [0], [], []]

@@ -63,7 +63,7 @@ class Held:
 
     @property
     def leases(self) -> tuple[Lease, ...]:
-        return self.state.host.leases
+        return self.state.ledger.leases
 
 
 class Slots:
@@ -194,7 +194,7 @@ class StateMachine(RuleBasedStateMachine):
             return
         out, after = act()
         tokens = [old + tuple(more) for old, more in zip(held.tokens, new, strict=True)]
-        rows = zip(after.host.leases, held.writes, counts, strict=True)
+        rows = zip(after.ledger.leases, held.writes, counts, strict=True)
         writes = [self.slots.write(lease, old, count) for lease, old, count in rows]
         for row, part in zip(tokens, per_row(out.logits, new), strict=True):
             right = from_scratch(self.kind, row)[0][len(row) - len(part) :]
@@ -235,7 +235,7 @@ class StateMachine(RuleBasedStateMachine):
         if not self.owned and not self.fits(held, partial, act):
             return
         after = act()
-        for row, lease in zip(rows, after.host.leases, strict=True):
+        for row, lease in zip(rows, after.ledger.leases, strict=True):
             self.slots.copy(held.leases[row], lease, len(held.tokens[row]))
         self.keep(Held(after, [held.tokens[row] for row in rows], [held.writes[row] for row in rows]))
 

@@ -35,7 +35,7 @@ def loaded() -> Loaded:
 
 
 @dataclass(frozen=True)
-class Scripted:
+class Scripted(fm.Draft):
     """A draft that knows the texts: right, but for the places where `wrong(place)` says otherwise.
 
     It goes by the newest token and its place alone, so it drafts garbage where two texts agree in those.

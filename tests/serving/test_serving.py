@@ -161,7 +161,7 @@ def test_a_step_leaves_the_length_of_nobodys_rows_alone(captured: bool, loaded: 
     drawn, _, new = step(params, state, fm.Batch.from_lists([[1], [0], [2]], state), keys)
     assert new.lengths.tolist() == [3, 0, 2]
     state = settled(new, [3, 0, 2])
-    assert state.host.lengths == state.host.least == (3, 0, 2)
+    assert state.ledger.lengths == state.ledger.least == (3, 0, 2)
     for row, text, request, sampling in ((0, [5, 6, 1], 3, fm.Sampling()), (2, [7, 2], 8, SAMPLED)):
         out, _ = model.forward(params, None, fm.Batch.from_lists([text]))
         given = torch.tensor([request]), torch.tensor([len(text)])

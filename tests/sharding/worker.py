@@ -23,7 +23,6 @@ import funcmodels as fm
 import lowering
 import params as trees
 from funcmodels.drafts.named import NAMES, block_spec
-from funcmodels.drafts.protocol import outputs_for
 from lowering import ops
 from lowering.explain.report import watch
 from tests.oracle import block_drafts
@@ -188,7 +187,7 @@ def begun(draft: Any, params: Any) -> tuple[fm.State, fm.Carry]:
     model = draft.model
     state = model.init_state(2, 32, page_size=4)
     batch, drafted = fm.Batch.from_lists([[3, 5, 7, 9, 11], [4, 8]], state), draft.init_state(state)
-    out, _ = model.forward(params, state, batch, outputs=outputs_for(draft))
+    out, _ = model.forward(params, state, batch, outputs=draft.outputs)
     return draft.extend(params, drafted, out, batch, fm.next_tokens(batch, torch.tensor([6, 2])))
 
 

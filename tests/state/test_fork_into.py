@@ -32,12 +32,12 @@ def same(one: fm.State, row: int, other: fm.State, where: int) -> bool:
 @pytest.mark.parametrize("checked", [True, False])
 def test_copies_go_on_as_the_row_itself(source: int, forked: bool, checked: bool, one: Pair) -> None:
     state, right = begun(one, checked=checked), begun(one, pages=None)
-    pool = state.host.leases[0].pool
+    pool = state.ledger.leases[0].pool
     given, row = (fm.fork(state, [source]), 0) if forked else (state, source)
     held = pool.pages - pool.free
     rows = [at for at in (3, 1) if at != source]
     state = fm.fork_into(state, rows, given, row)
-    assert state.host.lengths == tuple(len(PROMPTS[source if at in rows else at]) for at in range(4))
+    assert state.ledger.lengths == tuple(len(PROMPTS[source if at in rows else at]) for at in range(4))
     for at in range(4):
         assert same(state, at, right, source if at in rows else at), at
     if forked:
@@ -62,7 +62,7 @@ def test_what_was_there_is_given_up(one: Pair) -> None:
     now = fm.fork_into(state, [2], state, 0)
     with pytest.raises(fm.StateError, match="row 2 of this state was released"):
         advance(one, state, [[], [], [1], []])
-    assert now.host.exact
+    assert now.ledger.exact
 
 
 def test_refusals(one: Pair) -> None:

@@ -318,7 +318,7 @@ def test_a_wrong_output_name_takes_no_pages(one: Pair) -> None:
     for wrong, message in (["nope"], "no such value"), ("layers.0", "give a list of names"):
         with refuses(ValueError, message):
             advance(one, state, [[1, 2]], outputs=wrong)
-    assert state.host.leases[0].pool.free == 4
+    assert state.ledger.leases[0].pool.free == 4
 
 
 def test_merged_rows_that_do_not_fit_the_heads(one: Pair) -> None:
@@ -401,7 +401,7 @@ def test_rows_as_a_tensor_are_the_same_rows(one: Pair) -> None:
     twice: Any = torch.tensor([1, 1])
     fork = fm.fork(state, twice)
     assert fork.lengths.tolist() == [1, 1]
-    assert fm.release(fork, twice[:1]).host.lengths == (1, 0)
+    assert fm.release(fork, twice[:1]).ledger.lengths == (1, 0)
     with pytest.raises(ValueError, match="name a row twice"):
         fm.select(state, twice)
 
@@ -477,7 +477,7 @@ def test_forked_rows_repeat_and_part(one: Pair, pages: int | None) -> None:
 
 def test_a_shared_pool_counts_its_pages(one: Pair) -> None:
     state = one.model.init_state(2, 16, page_size=4, pages=7)
-    pool = state.host.leases[0].pool
+    pool = state.ledger.leases[0].pool
     _, state = advance(one, state, tokens(one, 9, 4))
     assert pool.free == 7 - 3 - 1
     copies = fm.fork(state)
@@ -527,12 +527,12 @@ def test_an_owned_row_keeps_its_pages_when_released(one: Pair) -> None:
     for _ in range(3):
         _, state = advance(one, state, [[1] * 8, [2] * 8])
         state = fm.release(state, [0, 1])
-        assert state.host.leases[0].pool.free == 0
+        assert state.ledger.leases[0].pool.free == 0
         assert all(value.numel() == 0 or not value.any() for value in fm.logical(state, 0).values())
 
 
 def test_a_donated_state(one: Pair, state: fm.State) -> None:
-    state.host.used = "donated to a captured call"
+    state.ledger.buffers.used = "donated to a captured call"
     for call in (lambda: advance(one, state, [[1], []]), lambda: fm.select(state, [0]), lambda: fm.logical(state, 0)):
         with pytest.raises(fm.StateError, match="this state was donated to a captured call and cannot be used again"):
             call()
@@ -563,14 +563,14 @@ def test_positions_that_a_model_does_not_read(kind: str, captured: bool) -> None
     _, state = model.forward(weights, model.init_state(1, 24, page_size=4, pages=8), fm.Batch.from_lists([[3] * 5]))
     batch = fm.Batch.from_lists([[4, 5, 6]], state)
     out, held = model.forward(weights, state, batch)
-    free = state.host.leases[0].pool.free
+    free = state.ledger.leases[0].pool.free
     read = {"qwen_dense": (1, 3), "qwen_moe": (1, 3), "gemma3": (1,), "deepseek_v2": (1,)}.get(kind, ())
     for axes in {1, 3} - {*read}:
         with pytest.raises(ValueError, match=f"positions have {axes} axes, and this model (reads none|takes those of)"):
             forward(weights, state, replace(batch, positions=torch.tensor([[9, 7, 11]]).expand(axes, -1)))
     with pytest.raises(ValueError, match=r"params have \d+ layers, this model's config \d+; .*fm\.build"):
         forward(replace(weights, layers=weights.layers[:-1]), state, batch)
-    assert state.host.leases[0].pool.free == free
+    assert state.ledger.leases[0].pool.free == free
     model.forward(weights, held, batch)
     for axes in read:
         placed = replace(batch, positions=torch.tensor([[9, 7, 11]]).expand(axes, -1))

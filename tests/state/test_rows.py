@@ -34,7 +34,7 @@ def test_an_ancestor_that_goes_on_leaves_a_fork_alone(one: Pair, pages: int | No
     else:
         _, kept = one.model.forward(one.params, start, without_counts(start, [1, 2, 3, 4, 5]))
         assert kept is not None
-        assert not kept.host.exact
+        assert not kept.ledger.exact
         short = kept
     _, long = advance(one, short, [[6, 7, 8, 9, 10]])
     branch = fm.fork(long)
@@ -45,7 +45,7 @@ def test_an_ancestor_that_goes_on_leaves_a_fork_alone(one: Pair, pages: int | No
     again, _ = advance(one, branch, [[7]])
     whole, _ = one.model.forward(one.params, None, fm.Batch.from_lists([[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 7]]))
     assert_close(again.logits, whole.logits[-1:], length=256)
-    assert other.host.lengths >= (9,)
+    assert other.ledger.lengths >= (9,)
 
 
 def test_a_fork_that_is_gone_is_not_copied_around(one: Pair) -> None:
@@ -53,9 +53,9 @@ def test_a_fork_that_is_gone_is_not_copied_around(one: Pair) -> None:
     _, short = advance(one, state, [[1, 2, 3, 4, 5]])
     _, long = advance(one, short, [[6, 7, 8, 9, 10]])
     fm.release(fm.fork(long))
-    held = short.host.leases[0].pages
+    held = short.ledger.leases[0].pages
     _, other = advance(one, short, [[11, 12]])
-    assert other.host.leases[0].pages == held
+    assert other.ledger.leases[0].pages == held
 
 
 def test_empty_rows_of_a_state_whose_rows_own_their_pages(one: Pair) -> None:
@@ -64,10 +64,10 @@ def test_empty_rows_of_a_state_whose_rows_own_their_pages(one: Pair) -> None:
     out, wider = advance(one, wider, [[4] * 8, [5], [6] * 8])
     alone, _ = advance(one, state, [[5]])
     assert_close(out.logits[8:9], alone.logits, length=256)
-    assert wider.host.lengths == (8, 4, 8)
+    assert wider.ledger.lengths == (8, 4, 8)
 
 
 def test_asking_which_kernels_run_takes_no_pages(one: Pair) -> None:
     state = one.model.init_state(2, 32, page_size=4, pages=10)
     lowering.explain(one.model.forward, one.params, state, fm.Batch.from_lists([[1] * 9, [2]], state))
-    assert state.host.leases[0].pool.free == 10
+    assert state.ledger.leases[0].pool.free == 10

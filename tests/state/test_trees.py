@@ -124,9 +124,9 @@ def test_a_copy_is_independent_and_holds_only_its_own_pages(kind: str, duplicate
     one = pair(kind, 0)
     state = started(one, pages=12, checked=True)
     other = fm.fork(state)
-    assert state.host.leases[0].pool.free == 12 - 4 - 2
+    assert state.ledger.leases[0].pool.free == 12 - 4 - 2
     twin = duplicate(state)
-    pool = twin.host.leases[0].pool
+    pool = twin.ledger.leases[0].pool
     assert pool.free == 12 - 4, "the fork was not copied, so its pages are free in the copy"
     before = params.map(torch.clone, state)
     out, _ = advance(one, twin, [[5, 5, 5, 5], [6]])
@@ -142,8 +142,8 @@ def test_states_copied_together_share_a_pool() -> None:
     one = pair("dense", 0)
     state = started(one, pages=12)
     first, second = copy.deepcopy((state, fm.fork(state)))
-    pool = first.host.leases[0].pool
-    assert second.host.leases[0].pool is pool
+    pool = first.ledger.leases[0].pool
+    assert second.ledger.leases[0].pool is pool
     assert pool.free == 12 - 4 - 2
     del first
     assert pool.free == 12 - 4

@@ -93,7 +93,7 @@ class NpuTwins:
 
     def check(self) -> None:
         """Both states remember the same, and what was handed out earlier has not changed."""
-        assert self.captured.host.lengths == self.plain.host.lengths
+        assert self.captured.ledger.lengths == self.plain.ledger.lengths
         for row in range(ROWS):
             mine, right = fm.logical(self.captured, row), fm.logical(self.plain, row)
             assert all(torch.equal(mine[name], right[name]) for name in right), f"row {row}"

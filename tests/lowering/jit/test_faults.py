@@ -150,7 +150,7 @@ def test_a_draft_that_raises_while_a_round_is_captured() -> None:
     assert same(held(state) + held(drafted), before)
     armed.clear()
     verdict, state, drafted, _ = step(one.params, state, drafted, carry, *rest)
-    assert state.host.lengths == drafted.host.lengths == tuple((verdict.accepted + torch.tensor([3, 1])).tolist())
+    assert state.ledger.lengths == drafted.ledger.lengths == tuple((verdict.accepted + torch.tensor([3, 1])).tolist())
 
 
 class Failing:
@@ -160,7 +160,7 @@ class Failing:
         self.at: int | None = None
         self.writes = 0
         self.trace: Callable[..., Any] = jitted.trace
-        monkeypatch.setattr("lowering.jit.jitted.trace", self.traced)
+        monkeypatch.setattr(jitted, "trace", self.traced)
 
     def traced(self, *args: Any) -> Any:
         program = self.trace(*args)
@@ -201,7 +201,7 @@ def test_a_replay_that_fails_half_way_uses_the_state_up(monkeypatch: pytest.Monk
         right, after = plainly(step, one, other, batch)
         out, other = step(one.params, other, batch)
         assert torch.equal(out.logits, right.logits[:3]) and same(held(other), held(after))
-    pool = first.host.leases[0].pool
+    pool = first.ledger.leases[0].pool
     del state, other, after, use
     assert pool.free == 60 - 3, "the pages of what was lost are free again"
     assert step.captures == 1
@@ -237,7 +237,7 @@ def test_rows_that_run_out_of_pages_while_they_decode() -> None:
     before = held(state)
     with pytest.raises(fm.OutOfPages, match="1 more pages are needed and 0 of 8 are free"):
         step(one.params, state, tokens(state, 1, 1, 1))
-    assert same(held(state), before) and state.host.lengths == (12, 7, 10)
+    assert same(held(state), before) and state.ledger.lengths == (12, 7, 10)
     state = fm.release(state, [1])
     assert same(held(state)[::2], before[::2])
     batch = tokens(state, 1, 0, 1)
@@ -252,7 +252,7 @@ def test_a_round_without_pages_in_either_pool_leaves_both_states(short: str) -> 
     one = small("dense")
     step = lowering.jit(fm.Round(one.model, fm.draft(one.model, "mtp")).run, donate=("state", "drafted"), backend="fx")
     state, drafted, carry = begun(one, [[5] * 6, [6] * 3], pages=9)
-    pool = (state if short == "state" else drafted).host.leases[0].pool
+    pool = (state if short == "state" else drafted).ledger.leases[0].pool
     rest = (fm.RowSampling.of([fm.Sampling()] * 2), torch.arange(2), torch.tensor([4, 4]))
     elsewhere, before = pool.take(pool.free), held(state) + held(drafted)
     with pytest.raises(fm.OutOfPages, match="2 more pages are needed and 0 of 9 are free"):
@@ -260,7 +260,7 @@ def test_a_round_without_pages_in_either_pool_leaves_both_states(short: str) -> 
     assert same(held(state) + held(drafted), before)
     pool.give_back(elsewhere)
     verdict, state, drafted, _ = step(one.params, state, drafted, carry, *rest)
-    assert state.host.lengths == drafted.host.lengths == tuple((verdict.accepted + torch.tensor([6, 3])).tolist())
+    assert state.ledger.lengths == drafted.ledger.lengths == tuple((verdict.accepted + torch.tensor([6, 3])).tolist())
 
 
 def other(path: str, x: Tensor) -> Tensor:

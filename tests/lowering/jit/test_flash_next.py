@@ -71,7 +71,7 @@ def test_replays_equal_plain_calls(double: Double) -> None:
         else:
             twins.both(fm.select, [2, 0, 1])
     twins.check()
-    lengths = sorted(twins.captured.host.lengths)
+    lengths = sorted(twins.captured.ledger.lengths)
     assert lengths[2] > PAGE and lengths[1] > BUDGET + 3 and lengths[0] > 4
     assert recorded(double) == [[INDEXER, ATTENTION]] * 3
     assert (twins.step.captures, twins.commit.captures) == (3, 1)
@@ -90,7 +90,7 @@ def test_short_rows_replay_what_dense_attention_gives(double: Double) -> None:
             out, twins.captured = twins.step(params, twins.captured, batch)
             with lowering.record() as report:
                 right, twins.plain = model.forward(params, twins.plain, batch)
-            longest = max(twins.plain.host.lengths)
+            longest = max(twins.plain.ledger.lengths)
             dense = "paged_attention" in {row.op for row in report.rows}
             assert dense == (longest <= BUDGET + 3)
             assert_close(out.logits, right.logits, looser=8, reason="bfloat16 layers, attention in another order")
@@ -116,7 +116,7 @@ def test_a_captured_round_equals_a_plain_one(temperature: float, double: Double)
             expected, *right = plainly(one.params, *right, *rest, steps=STEPS, drawn=temperature > 0)
             assert same(found, expected) and same(mine[2], right[2]), f"round {number}"
             for actual, plain in zip(mine[:2], right[:2], strict=True):
-                assert actual.host.lengths == plain.host.lengths == tuple(plain.lengths.tolist())
+                assert actual.ledger.lengths == plain.ledger.lengths == tuple(plain.lengths.tolist())
                 for row in range(ROWS):
                     assert same(fm.logical(actual, row), fm.logical(plain, row)), f"round {number}, row {row}"
     assert step.captures == 1
@@ -158,7 +158,7 @@ def test_a_round_waits_for_nothing(target: str | None) -> None:
         for _ in range(3):
             with NoSync():
                 _, *now = plainly(run.params, *now, *rest, drawn=True)
-    assert now[0].host.lengths == now[1].host.lengths == (17, 13, 15)
+    assert now[0].ledger.lengths == now[1].ledger.lengths == (17, 13, 15)
 
 
 @pytest.mark.parametrize("tables", ["host", "file"])

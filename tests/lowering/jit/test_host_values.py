@@ -18,13 +18,14 @@ from lowering.jit import backends as graphs
 from lowering.jit.cuda import CudaGraphs
 from lowering.jit.npu import NpuGraphs
 from lowering.jit.program import flattened
+from lowering.protocols import HostValued
 from params.tree import off_tree, tree, unchecked
 from tests.lowering.jit.npu_double import Double
 from tests.lowering.jit.npu_models import on
 
 
 @tree
-class Rows:
+class Rows(HostValued):
     """A tensor, and what the host knows of its rows."""
 
     x: Tensor

@@ -141,7 +141,7 @@ def test_a_compiled_round_equals_a_plain_one(kind: str, temperature: float, draw
         expected, *right = plainly(one.params, *right, *rest, steps=WINDOW - 1, drawn=drawn)
         assert torch.equal(verdict.tokens, expected.tokens), f"round {number}"
         for actual, plain in zip(mine[:2], right[:2], strict=True):
-            assert actual.host.lengths == tuple(plain.lengths.tolist())
+            assert actual.ledger.lengths == tuple(plain.lengths.tolist())
             assert_rows_close(actual, plain)
         assert_close(mine[2].hidden, right[2].hidden, looser=5, reason=ROUNDING)
     assert step.captures == 1
@@ -215,6 +215,6 @@ def test_a_compiled_round_with_a_block_draft_equals_a_plain_one(variant: str) ->
         expected, *right = plainly(both, *right, *rest, **how)
         assert torch.equal(verdict.tokens, expected.tokens), f"round {number}"
         for actual, plain in zip(mine[:2], right[:2], strict=True):
-            assert actual.host.lengths == tuple(plain.lengths.tolist())
+            assert actual.ledger.lengths == tuple(plain.lengths.tolist())
             assert_rows_close(actual, plain)
     assert step.captures == 1

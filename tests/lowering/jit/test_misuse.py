@@ -59,7 +59,7 @@ def test_a_donated_state_cannot_be_used_again() -> None:
     ):  # fmt: skip
         with pytest.raises(fm.StateError, match=DONATED):
             use()
-    assert done.host.lengths == (1, 2) and done.lengths.tolist() == [1, 2]
+    assert done.ledger.lengths == (1, 2) and done.lengths.tolist() == [1, 2]
     step(one.params, done, tokens(done, 1, 1))
 
 
@@ -163,7 +163,7 @@ def test_a_capture_that_fails_half_way_leaves_the_state() -> None:
     _, plain = advance(one, plain, [[1, 1], [1, 1]])
     right, _ = advance(one, plain, [[1], [1]])
     assert torch.allclose(out.logits, right.logits, atol=1e-5)
-    assert state.host.lengths == (3, 3)
+    assert state.ledger.lengths == (3, 3)
 
 
 @torch.no_grad()
@@ -180,7 +180,7 @@ def test_a_row_without_pages_or_room_leaves_the_state() -> None:
         step(one.params, state, tokens(state, 0, 13))
     assert step.captures == 1
     _, state = step(one.params, state, tokens(state, 1, 0))
-    assert state.host.lengths == (5, 4)
+    assert state.ledger.lengths == (5, 4)
 
 
 def test_a_value_read_on_the_host_is_refused_with_its_line() -> None:
@@ -205,8 +205,6 @@ def test_what_cannot_be_captured_is_refused() -> None:
         lowering.jit(one.model.forward, backend="eager")
     with pytest.raises(ValueError, match="give token counts of at least 1"):
         lowering.jit(one.model.forward, buckets=(0, 4))
-    with pytest.raises(CaptureError, match="'state' is a State, whose lengths and pages are counted on the host"):
-        lowering.jit(lambda params, state, batch: one.model.forward(params, state, batch))(one.params, state, batch)
     with pytest.raises(CaptureError, match="'state' lies on meta, other arguments on cpu; move it there"):
         captured(one)(one.params, fresh(one, device="meta"), batch)
     with pytest.raises(CaptureError, match="'x' lies on meta; what is captured lies on cpu, cuda, npu"):
@@ -225,7 +223,6 @@ def test_what_cannot_be_captured_is_refused() -> None:
 def test_a_donated_argument_needs_a_successor() -> None:
     one = small("dense")
 
-    @lowering.host_side(lambda fit, params, state, batch: lowering.HostSide({}, lambda result: result))
     def logits(params: Any, state: fm.State, batch: fm.Batch) -> torch.Tensor:
         return one.model.forward(params, state, batch)[0].logits
 
@@ -253,7 +250,7 @@ def test_a_capture_keeps_no_pages() -> None:
     one = small("dense")
     step, commit = captured(one), lowering.jit(fm.commit, donate=("state",), backend="fx")
     state = fresh(one, pages=6)
-    pool = state.host.leases[0].pool
+    pool = state.ledger.leases[0].pool
     _, state = step(one.params, state, tokens(state, 2, 1))
     _, state = step(one.params, state, tokens(state, 2, 2), keep_steps=True)
     state = commit(state, [1, 2])

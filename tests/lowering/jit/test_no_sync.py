@@ -158,7 +158,7 @@ def test_a_forward_and_a_commit_wait_for_nothing(kind: str, logits: Any) -> None
         _, _, pending = run.forward(counts, logits=logits, keep_steps=True)
         with NoSync():
             run.state = fm.commit(pending, torch.ones(ROWS, dtype=torch.int64, device="meta"))
-    assert not run.state.host.exact and run.state.host.lengths == (12, 9, 9)
+    assert not run.state.ledger.exact and run.state.ledger.lengths == (12, 9, 9)
 
 
 @pytest.mark.usefixtures("target")
@@ -189,8 +189,8 @@ def test_sampling_and_a_round_by_its_parts_wait_for_nothing(name: str) -> None:
             counts = counts.add(verdict.tokens)
             run.state = fm.commit(pending, verdict.accepted)
             run.drafted, carry = run.head.extend(run.params, run.drafted, out, window, verdict.tokens, carry)
-    assert run.state.host.lengths == run.drafted.host.lengths == (13, 9, 11)
-    assert run.state.host.least == (5, 1, 3) and carry.token.is_meta
+    assert run.state.ledger.lengths == run.drafted.ledger.lengths == (13, 9, 11)
+    assert run.state.ledger.least == (5, 1, 3) and carry.token.is_meta
 
 
 @pytest.mark.usefixtures("target")
@@ -206,7 +206,7 @@ def test_a_whole_round_waits_for_nothing(kind: str, name: str, drawn: bool) -> N
         with NoSync():
             verdict, *now = fm.Round(run.model, run.head).run(run.params, *now, *rest, counts=counts, drawn=drawn)
             counts = counts.add(verdict.tokens)
-    assert now[0].host.lengths == (13, 9, 11) and verdict.tokens.is_meta
+    assert now[0].ledger.lengths == (13, 9, 11) and verdict.tokens.is_meta
 
 
 @torch.no_grad()

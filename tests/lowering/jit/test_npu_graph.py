@@ -102,7 +102,7 @@ def test_a_captured_round_equals_a_plain_one(kind: str, temperature: float, doub
             assert same(found, expected) and same(mine[2], right[2]), f"round {number}"
             kept.append((found, tree.map(torch.clone, found)))
             for actual, plain in zip(mine[:2], right[:2], strict=True):
-                assert actual.host.lengths == plain.host.lengths == tuple(plain.lengths.tolist())
+                assert actual.ledger.lengths == plain.ledger.lengths == tuple(plain.lengths.tolist())
                 for row in range(ROWS):
                     assert same(fm.logical(actual, row), fm.logical(plain, row)), f"round {number}, row {row}"
     assert all(same(*pair) for pair in kept)
@@ -312,12 +312,12 @@ def test_bounds_of_lengths_are_another_program(double: Double) -> None:
     with lowering.use(target="ascend910b"):
         _, twins.plain = twins.one.model.forward(twins.one.params, twins.plain, unknown)
         _, twins.captured = twins.step(twins.one.params, twins.captured, unknown)
-    assert not twins.captured.host.exact
+    assert not twins.captured.ledger.exact
     updates = double.log.count("update ends")
     twins.forward([1, 1, 1])
     assert double.log.count("update ends") == updates and twins.step.captures == 3
     twins.both(fm.read_lengths)
-    assert twins.captured.host.lengths == (4, 5, 3)
+    assert twins.captured.ledger.lengths == (4, 5, 3)
     twins.forward([1, 1, 1])
     assert double.log.count("update ends") == updates + 1 and twins.step.captures == 3
     twins.check()
@@ -348,7 +348,6 @@ def test_two_states_that_are_both_in_use_have_their_own_graphs() -> None:
 
 
 def test_an_input_that_is_not_fixed_may_come_from_anywhere(double: Double) -> None:
-    @lowering.host_side(lambda fit, **given: lowering.HostSide({}, lambda result: result))
     def shifted(pair: dict[str, Tensor], params: Tensor) -> Tensor:
         return pair["x"] + pair["y"] * params
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import funcmodels as fm
 import lowering
-from lowering.jit import program
+from lowering.jit import jitted, program
 from tests.lowering.jit.twins import Twins, plain_kernels
 from tests.oracle.mtp import small
 from tests.oracle.qwen3_5 import Pair
@@ -76,7 +76,7 @@ def test_a_decode_loop_captures_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return trace(*args)
 
     trace = program.trace
-    monkeypatch.setattr("lowering.jit.jitted.trace", counted)
+    monkeypatch.setattr(jitted, "trace", counted)
     twins = Twins(small("dense"), 5, rows=2, max_len=40, page_size=3)
     twins.forward([5, 3])
     buffers = [leaf.data_ptr() for leaf in twins.captured.pools()]
@@ -182,7 +182,7 @@ def test_buckets_captured_ahead_are_replayed() -> None:
     batch = fm.Batch.from_lists([[1, 2, 3], [4]], state)
     before = copy.deepcopy(state)
     step.warm([(2, 1), 4, (16, 4)], one.params, state, batch)
-    assert step.captures == 3 and state == before and state.host.lengths == (0, 0)
+    assert step.captures == 3 and state == before and state.ledger.lengths == (0, 0)
     for counts in ([4, 0], [1, 1], [4, 2], [2, 2]):
         batch = fm.Batch.from_lists([[7] * count for count in counts], state)
         _, state = step(one.params, state, batch)
@@ -221,7 +221,7 @@ def test_a_lowered_call_compiles_to_its_capture() -> None:
     low = step.lower(one.params, state, batch, logits="last")
     (tokens,) = {call.arguments.split(",")[0] for call in low.calls if call.op == "embedding"}
     assert tokens.endswith("[16]")
-    assert low.compile() is step and step.captures == 1 and state.host.lengths == (0, 0)
+    assert low.compile() is step and step.captures == 1 and state.ledger.lengths == (0, 0)
     with pytest.raises(lowering.CaptureError, match="compile: lowered to cuda"):
         step.lower(one.params, state, batch, target="cuda").compile()
     step(one.params, state, batch, logits="last")

@@ -92,8 +92,8 @@ def test_captured_rounds_equal_plain_ones(kind: str, temperature: float) -> None
         kept.append((found[0], tree.map(torch.clone, found[0])))
         for of in (
             lambda side: side.carry,
-            lambda side: side.state.host.lengths,
-            lambda side: side.dstate.host.lengths,
+            lambda side: side.state.ledger.lengths,
+            lambda side: side.dstate.ledger.lengths,
         ):
             assert same(*map(of, sides)), f"round {number}"
         for row in range(ROWS):

@@ -163,7 +163,7 @@ def test_nothing_is_traced_here_while_another_thread_compiles(monkeypatch: pytes
     model, params = whole("gemma3")
     state = model.init_state(1, 8, page_size=4, pages=2)
     _, state = model.forward(params, state, fm.Batch.from_lists([[3, 5]], state))
-    assert state.host.leases[0].pool.free == 1
+    assert state.ledger.leases[0].pool.free == 1
 
 
 def test_a_report_counts_what_runs_in_copies_of_its_context() -> None:

@@ -19,7 +19,6 @@ import funcmodels as fm
 import lowering
 import params as trees
 from funcmodels.drafts.named import DFlashDraft, DSparkDraft, block_spec, read_config, with_context
-from funcmodels.drafts.protocol import joined_params, outputs_for
 from funcmodels.serving.programs import Keys
 from funcmodels.serving.requests import Request, Row
 from lowering import npu_reference
@@ -76,10 +75,10 @@ class Run:
     def __init__(self, kind: str, rows: int) -> None:
         self.one: Made = made("dense")
         self.draft = draft_of(kind)
-        self.params = joined_params(self.draft, self.one.params)
+        self.params = self.draft.joined(self.one.params)
         state = self.one.state(rows)
         drafted, batch = self.draft.init_state(state), fm.Batch.from_lists(PROMPTS[:rows], state)
-        out, state = self.one.model.forward(self.one.params, state, batch, outputs=outputs_for(self.draft))
+        out, state = self.one.model.forward(self.one.params, state, batch, outputs=self.draft.outputs)
         following = fm.next_tokens(batch, torch.ones(rows, dtype=torch.int64))
         self.now: Any = (state, *self.draft.extend(self.one.params, drafted, out, batch, following))
 
@@ -93,7 +92,7 @@ class Run:
         """Both have come to the same."""
         assert same(self.now[2], other.now[2])
         for mine, right in zip(self.now[:2], other.now[:2], strict=True):
-            assert mine.host.lengths == right.host.lengths == tuple(right.lengths.tolist())
+            assert mine.ledger.lengths == right.ledger.lengths == tuple(right.lengths.tolist())
             for row in range(mine.rows):
                 assert same(fm.logical(mine, row), fm.logical(right, row)), f"row {row}"
 

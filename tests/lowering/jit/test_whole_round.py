@@ -49,7 +49,7 @@ def test_a_captured_round_equals_its_parts(kind: str, temperature: float, drawn:
         assert same(found, expected) and same(mine[2], right[2]), f"round {number}"
         kept.append((found, tree.map(torch.clone, found)))
         for actual, plain in zip(mine[:2], right[:2], strict=True):
-            assert actual.host.lengths == plain.host.lengths == tuple(plain.lengths.tolist())
+            assert actual.ledger.lengths == plain.ledger.lengths == tuple(plain.lengths.tolist())
             for row in range(ROWS):
                 assert same(fm.logical(actual, row), fm.logical(plain, row)), f"round {number}, row {row}"
     assert all(same(*pair) for pair in kept)

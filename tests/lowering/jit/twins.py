@@ -53,8 +53,8 @@ class Twins:
         assert torch.equal(out.hidden, right.hidden[:tokens])
         cut = slice(None) if kwargs.get("logits") == "last" else slice(tokens)
         assert torch.equal(out.logits, right.logits[cut])
-        assert self.captured.host.lengths == self.plain.host.lengths
-        assert self.captured.host.pending == self.plain.host.pending
+        assert self.captured.ledger.lengths == self.plain.ledger.lengths
+        assert self.captured.ledger.pending == self.plain.ledger.pending
 
     def verify(self, counts: Sequence[int]) -> None:
         """A window a row, of which a random part counts."""
@@ -70,8 +70,8 @@ class Twins:
 
     def check(self) -> None:
         """Both states remember the same, to the last bit, and the host counts what is there."""
-        assert self.captured.host.lengths == self.plain.host.lengths == tuple(self.captured.lengths.tolist())
-        assert self.captured.host.least == self.plain.host.least
+        assert self.captured.ledger.lengths == self.plain.ledger.lengths == tuple(self.captured.lengths.tolist())
+        assert self.captured.ledger.least == self.plain.ledger.least
         for row in range(self.captured.rows):
             mine, right = fm.logical(self.captured, row), fm.logical(self.plain, row)
             assert mine.keys() == right.keys()
