@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from params.errors import ConfigError, cut
@@ -65,6 +65,28 @@ def text_fields(given: Mapping[str, Any], tied: bool | None = None) -> dict[str,
     inner = section(given, "text_config")
     said = given.get(TIED) if given.get(TIED) is not None or not inner else tied
     return {**given, **inner} | ({} if said is None else {TIED: said})
+
+
+def rope_sections(given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The sections that hold rotary fields, by name, without empty ones: the present spelling and the older one."""
+    found = {name: section(given, name) for name in ("rope_parameters", "rope_scaling")}
+    return {name: fields for name, fields in found.items() if fields}
+
+
+def rope_section_rules(found: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[bool, str]]:
+    """What the sections must not say: other kinds of rotary embedding, and two things at once."""
+    for name, fields in found.items():
+        kinds = [fields[key] for key in ("rope_type", "type") if key in fields]
+        other = next((kind for kind in kinds if kind != "default"), "default")
+        yield other == "default", f"{name}: rope_type {other!r} is not supported; only default is"
+        interleaved = fields.get("mrope_interleaved")
+        yield interleaved in (None, True), f"{name}: mrope_interleaved {interleaved!r} is not supported; only true is"
+    # transformers lets rope_scaling replace rope_parameters; which of two the model was trained with is not guessed
+    yield (
+        len(found) < 2 or found["rope_parameters"] == found["rope_scaling"],
+        "rope_parameters and rope_scaling are both given and differ; remove the one that does not hold: "
+        + " and ".join(f"{name}={dict(fields)}" for name, fields in found.items()),
+    )
 
 
 def layer_count(given: Mapping[str, Any]) -> int | None:

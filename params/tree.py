@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from typing_extensions import dataclass_transform
+
+from params.spec import TensorSpec
 
 try:
     import optree
@@ -58,8 +60,9 @@ class _Rider:
 def tree(cls: type[T]) -> type[T]:
     """Make `cls` a frozen dataclass and a registered pytree.
 
-    Unflattening does not run the constructor, so a tree may hold placeholders (specs, shapes, `None`) while it is
-    being mapped. `==` compares structure and leaves; `repr` shows shapes and bytes, never contents.
+    A field whose annotation names a tensor takes a `TensorSpec` too: so are trees made of which there are no values
+    yet. Unflattening does not run the constructor, so a tree may hold anything while it is being mapped. `==` compares
+    structure and leaves; `repr` shows shapes and bytes, never contents.
 
     A class with fields may be given more of them by a subclass only if it says `by_kind`: whoever reads one of these
     asks which it is. Anyone else would take the subclass and not read what it adds, so that is a `TypeError`.
@@ -70,6 +73,7 @@ def tree(cls: type[T]) -> type[T]:
         cls.__repr__ = summary  # type: ignore[method-assign]
     cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
     _check_extended(cls)
+    _accept_specs(cls)
     kinds: dict[str, list[str]] = {"leaf": [], "static": [], "off": []}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         kinds[field.metadata.get("tree", "leaf")].append(field.name)
@@ -118,6 +122,13 @@ def tree(cls: type[T]) -> type[T]:
         register: Any = optree.register_pytree_node  # any class will do, whatever its annotation says
         register(cls, flatten, lambda context, leaves: unflatten(leaves, context), namespace=_EVERYWHERE)
     return cls
+
+
+def _accept_specs(cls: Any) -> None:
+    """Let type checks of the constructor take a `TensorSpec` for a tensor."""
+    for name, kind in cls.__init__.__annotations__.items():
+        if "Tensor" in str(kind):
+            cls.__init__.__annotations__[name] = Union[kind, TensorSpec]  # noqa: UP007 (a string on the left)
 
 
 def _check_extended(cls: type) -> None:

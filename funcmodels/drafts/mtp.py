@@ -17,7 +17,8 @@ from torch import Tensor
 from lowering import host_side, ops
 from params.modes import lasting
 
-from ..model import Model, MtpHead, S, at_least_one
+from ..family import MtpHead
+from ..model import Model, S, at_least_one
 from ..output import LogitsOf, Output
 from ..sampling.draws import DraftNoise
 from ..state.batch import Batch, check_room

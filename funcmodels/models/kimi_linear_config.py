@@ -67,6 +67,12 @@ class KimiLinearConfig:
         return self.mlp_layer_types[index] == SPARSE
 
     @property
+    def latent_sizes(self) -> tuple[int, int, int, int, int, int]:
+        """Heads, widths and ranks of latent attention, as `LatentAttention.spec` takes them."""
+        widths = (self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
+        return (self.num_attention_heads, *widths, self.q_lora_rank, self.kv_lora_rank)
+
+    @property
     def softmax_scale(self) -> float:
         """What scores are multiplied by."""
         return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from .. import config as configs
-from .qwen3_5_config import default_layer_types, rope_section_rules, rope_sections
+from .qwen3_5_config import default_layer_types
 
 INDEXED, LINEAR = "indexed_attention", "linear_attention"
 """Kinds of layer. Published configs call the first `full_attention`."""
@@ -107,7 +107,7 @@ def read_config(given: Mapping[str, Any]) -> FlashNextConfig:
     text = configs.text_fields(given)
     rope: dict[str, Any] = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
     rope |= {name: text[name] for name in rope if text.get(name) is not None}
-    rope |= next(iter(rope_sections(text).values()), {})
+    rope |= next(iter(configs.rope_sections(text).values()), {})
     fields = {"layer_types": default_layer_types(text), "ple_embed_dim": text.get("hidden_size")}
     fields |= {name: value for name, value in text.items() if value is not None} | rope
     fields |= _renamed(fields)
@@ -244,7 +244,7 @@ def _rotary_rules(config: FlashNextConfig, given: Mapping[str, Any]) -> Iterator
         f"partial_rotary_factor {config.partial_rotary_factor} gives {dim} rotary channels of {config.head_dim}; "
         "an even number in 2..head_dim is needed",
     )
-    yield from rope_section_rules(rope_sections(given))
+    yield from configs.rope_section_rules(configs.rope_sections(given))
 
 
 _POSITIVE_NGRAMS = (

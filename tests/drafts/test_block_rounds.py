@@ -14,7 +14,7 @@ import torch
 import funcmodels as fm
 import lowering
 import params
-from funcmodels.drafts.named import NAMES, block_spec
+from funcmodels.drafts.named import NAMES, BlockParams
 from params import tree
 from tests.drafts.rounds import GREEDY, Asked, Rows, agreement, undrafted
 from tests.drafts.test_law import merged
@@ -179,7 +179,7 @@ def test_captured_parts_follow_the_drafts_parameters() -> None:
 def saved(one: Drafter, path: Path) -> Path:
     """The draft as a directory."""
     own = params.put(one.draft.params, "context", None)
-    return params.save(own, path, block_spec(one.draft.config), NAMES, one.fields)
+    return params.save(own, path, BlockParams.spec(one.draft.config), NAMES, one.fields)
 
 
 def outcome(results: list[fm.Result]) -> list[tuple[Any, ...]]:

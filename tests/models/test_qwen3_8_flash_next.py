@@ -14,7 +14,7 @@ from torch import Tensor
 
 import funcmodels as fm
 import params
-from funcmodels.models.qwen3_8_flash_next import with_index
+from funcmodels.models.qwen3_8_flash_next_index import with_index
 from tests.oracle.families import (
     assert_as_near,
     assert_same_gradients,

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import funcmodels as fm
 import lowering
 import params
-from funcmodels.model import FAMILIES
+from funcmodels.models import FAMILIES
 from tests.oracle.qwen3_5 import Pair, pair, tokens
 from tests.oracle.states import advance, assert_rows_close, per_row, refuses
 from tests.sharding import kinds as families
