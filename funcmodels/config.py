@@ -115,6 +115,25 @@ def require(*conditions: tuple[bool, str]) -> None:
         raise ConfigError("; ".join(broken))
 
 
+def positive(config: Any, names: Collection[str]) -> Iterator[tuple[bool, str]]:
+    """Rules for `require`: each of these fields is above zero."""
+    for name in names:
+        yield getattr(config, name) > 0, f"{name} must be positive, found {getattr(config, name)}"
+
+
+def multiple(config: Any, more: str, fewer: str) -> tuple[bool, str]:
+    """A rule for `require`: of one field there are whole multiples of the other."""
+    many, few = getattr(config, more), getattr(config, fewer)
+    return many % max(few, 1) == 0, f"{more} must be a multiple of {fewer}, found {many} and {few}"
+
+
+def layer_types(config: Any, known: Collection[str]) -> Iterator[tuple[bool, str]]:
+    """Rules for `require`: `layer_types` has one of the `known` kinds for each layer."""
+    kinds, layers = config.layer_types, config.num_hidden_layers
+    yield len(kinds) == layers, f"layer_types has {len(kinds)} entries, num_hidden_layers is {layers}"
+    yield set(kinds) <= set(known), f"layer_types may hold {' and '.join(known)}, found {sorted(set(kinds))}"
+
+
 def is_count(value: Any) -> bool:
     """Whether a value is an integer from 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

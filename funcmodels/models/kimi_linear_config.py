@@ -100,7 +100,7 @@ def read_fields(
     configs.require(*((False, sentence) for sentence in broken))
     config = configs.read(kind, named, (*_needed(named), *needed))
     configs.require(
-        *((getattr(config, name) > 0, f"{name} must be positive, found {getattr(config, name)}") for name in _POSITIVE),
+        *configs.positive(config, _POSITIVE),
         *_layer_rules(config),
         *_expert_rules(config, given),
         *_attention_rules(config, given),

@@ -85,9 +85,8 @@ def default_layer_types(given: Mapping[str, Any]) -> list[str]:
 
 
 def _check(config: Qwen35Config, given: Mapping[str, Any], sizes: Sequence[str]) -> None:
-    found = {name: getattr(config, name) for name in (*_POSITIVE, *sizes)}
     configs.require(
-        *((value > 0, f"{name} must be positive, found {value}") for name, value in found.items()),
+        *configs.positive(config, (*_POSITIVE, *sizes)),
         *_layer_rules(config),
         *_feed_forward_rules(config, given, sizes),
         *_rotary_rules(config, given),
@@ -101,17 +100,11 @@ def _check(config: Qwen35Config, given: Mapping[str, Any], sizes: Sequence[str])
 
 
 def _layer_rules(config: Qwen35Config) -> Iterator[tuple[bool, str]]:
-    kinds, known = config.layer_types, ("full_attention", "linear_attention")
-    layers, drafts = config.num_hidden_layers, config.mtp_num_hidden_layers
+    drafts = config.mtp_num_hidden_layers
     yield drafts >= 0, f"mtp_num_hidden_layers must not be negative, found {drafts}"
-    yield len(kinds) == layers, f"layer_types has {len(kinds)} entries, num_hidden_layers is {layers}"
-    yield set(kinds) <= set(known), f"layer_types may hold {' and '.join(known)}, found {sorted(set(kinds))}"
-    for more, fewer in (
-        ("num_attention_heads", "num_key_value_heads"),
-        ("linear_num_value_heads", "linear_num_key_heads"),
-    ):
-        whole = getattr(config, more) % max(getattr(config, fewer), 1) == 0
-        yield whole, f"{more} must be a multiple of {fewer}, found {getattr(config, more)} and {getattr(config, fewer)}"
+    yield from configs.layer_types(config, ("full_attention", "linear_attention"))
+    yield configs.multiple(config, "num_attention_heads", "num_key_value_heads")
+    yield configs.multiple(config, "linear_num_value_heads", "linear_num_key_heads")
 
 
 def _feed_forward_rules(

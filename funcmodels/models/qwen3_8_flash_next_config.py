@@ -130,9 +130,8 @@ def _renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(config: FlashNextConfig, given: Mapping[str, Any]) -> None:
-    found = {name: getattr(config, name) for name in _POSITIVE}
     configs.require(
-        *((value > 0, f"{name} must be positive, found {value}") for name, value in found.items()),
+        *configs.positive(config, _POSITIVE),
         *_layer_rules(config),
         *_block_rules(config, given),
         *_index_rules(config),
@@ -150,9 +149,7 @@ def indexed_by(
     """
     changed = {"indexer_budget": budget, "indexer_compress_ratio": ratio}
     config = replace(config, **{name: value for name, value in changed.items() if value is not None})
-    sizes = {name: getattr(config, name) for name in changed}
-    positive = ((value > 0, f"{name} must be positive, found {value}") for name, value in sizes.items())
-    configs.require(*positive, *_index_rules(config))
+    configs.require(*configs.positive(config, changed), *_index_rules(config))
     asked, seen = config.indexer_compress_ratio, trained.indexer_compress_ratio
     if asked != seen:
         warnings.warn(
@@ -171,12 +168,8 @@ def _layer_rules(config: FlashNextConfig) -> Iterator[tuple[bool, str]]:
         set(kinds) <= {INDEXED, LINEAR},
         f"layer_types may hold {LINEAR} and {INDEXED} (or full_attention), found {sorted(set(kinds))}",
     )
-    for more, fewer in (
-        ("num_attention_heads", "num_key_value_heads"),
-        ("linear_num_value_heads", "linear_num_key_heads"),
-    ):
-        whole = getattr(config, more) % max(getattr(config, fewer), 1) == 0
-        yield whole, f"{more} must be a multiple of {fewer}, found {getattr(config, more)} and {getattr(config, fewer)}"
+    yield configs.multiple(config, "num_attention_heads", "num_key_value_heads")
+    yield configs.multiple(config, "linear_num_value_heads", "linear_num_key_heads")
 
 
 def _block_rules(config: FlashNextConfig, given: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
@@ -207,8 +200,7 @@ def _index_rules(config: FlashNextConfig) -> Iterator[tuple[bool, str]]:
 def _ngram_rules(config: FlashNextConfig) -> Iterator[tuple[bool, str]]:
     layers, ids, end = config.num_hidden_layers, config.ple_layer_ids, config.eos_token_id
     yield config.ngram_size > 1, f"ngram_size must be at least 2, found {config.ngram_size}"
-    for name in _POSITIVE_NGRAMS:
-        yield getattr(config, name) > 0, f"{name} must be positive, found {getattr(config, name)}"
+    yield from configs.positive(config, _POSITIVE_NGRAMS)
     yield config.ple_conv_kernel_size > 1, "ple_conv_kernel_size must be at least 2: else there is no window to carry"
     heads = max((config.ngram_size - 1) * config.heads_per_ngram, 1)
     tables = len(ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,9 +21,11 @@ def test_two_families_of_one_type_are_refused() -> None:
     assert by_model_type([gemma3.FAMILY]) == {"gemma3": gemma3.FAMILY, "gemma3_text": gemma3.FAMILY}
 
 
-def test_a_type_of_no_family_is_refused_with_those_there_are() -> None:
-    with pytest.raises(fm.ConfigError, match=f"'llama' is not a known architecture; known: {', '.join(FAMILIES)}"):
-        fm.build({"model_type": "llama"})
+@pytest.mark.parametrize("kind", ["llama", ["qwen3_5"], None], ids=str)
+def test_a_type_of_no_family_is_refused_with_those_there_are(kind: Any) -> None:
+    sentence = f"model_type {kind!r} is not a known architecture; known: {', '.join(FAMILIES)}"
+    with pytest.raises(fm.ConfigError, match=re.escape(sentence)):
+        fm.build({"model_type": kind})
 
 
 def test_nothing_but_families_imports_one() -> None:

@@ -25,9 +25,10 @@ from lowering import ops
 from lowering.layouts import NdPages, NzPages
 from tests.models.test_qwen3_5 import SPLITS
 from tests.oracle.families import (
-    assert_as_near,
     assert_bitwise,
     check_drawn_drafts,
+    check_nearness,
+    check_saved,
     check_shared_prefix,
     check_unread_places,
     close,
@@ -109,10 +110,7 @@ def test_bfloat16_is_as_near_the_truth_as_transformers(kind: str, seed: int) -> 
     fields |= {"num_experts_per_tok": fields["num_local_experts"], "topk_group": fields["n_group"]}
     low, high = build(fields, seed, torch.bfloat16), build(fields, seed, torch.bfloat16)
     high.theirs.float()
-    ids = tokens(low, 33, seed=seed)
-    out, state = advance(low, low.model.init_state(1, 40, dtype=torch.bfloat16), ids)
-    ours = {"logits": out.logits, "hidden": out.hidden, **fm.logical(state, 0)}
-    assert_as_near(ours, run(low, ids[0]), run(high, ids[0]))
+    check_nearness(low, high, run, seed)
 
 
 @kinds
@@ -344,15 +342,7 @@ def test_greedy_tokens_are_those_of_transformers(kind: str) -> None:
 @kinds
 @pytest.mark.parametrize("seed", range(2))
 def test_checkpoints_load_and_save(kind: str, seed: int, tmp_path: Path) -> None:
-    """What transformers saves loads, and what we save loads there."""
-    one = pair(kind, seed)
-    one.theirs.save_pretrained(tmp_path / "theirs")
-    model, loaded = fm.load(tmp_path / "theirs", dtype=torch.float32)
-    assert_bitwise(loaded, one.params)
-    params.save(loaded, tmp_path / "ours", model.param_spec(), model.family.names, dict(model.config_json))
-    again = type(one.theirs).from_pretrained(tmp_path / "ours")
-    assert again.state_dict().keys() == one.theirs.state_dict().keys()
-    assert all(torch.equal(x, one.theirs.state_dict()[name]) for name, x in again.state_dict().items())
+    check_saved(pair(kind, seed), tmp_path)
     _, half = fm.load(tmp_path / "theirs", dtype=torch.bfloat16)
     kept = {path.rpartition(".")[2] for path, leaf in params.items(half) if leaf.dtype == torch.float32}
     routed = any("router" in path for path, _ in params.items(half))

@@ -17,14 +17,14 @@ import lowering
 import params
 from funcmodels.blocks.mlp import Routing
 from tests.oracle.families import (
-    assert_as_near,
     assert_same_gradients,
+    check_gradients,
+    check_nearness,
     check_per_example,
     check_stacked,
     close,
     loss_of,
     schedules,
-    their_gradients,
     together,
     total_loss,
 )
@@ -90,10 +90,7 @@ def test_bfloat16_is_as_near_the_truth_as_transformers(kind: str, seed: int) -> 
     low = build(kind, fields, seed, torch.bfloat16)
     high = build(kind, fields, seed, torch.bfloat16)
     high.theirs.float()
-    ids = tokens(low, 33, seed=seed)
-    out, state = together(low, low.model.init_state(1, 40, dtype=torch.bfloat16), ids, outputs=LAYERS)
-    ours = {"logits": out.logits, "hidden": out.hidden, **out.extra, **fm.logical(state, 0)}
-    assert_as_near(ours, run(low, ids[0]), run(high, ids[0]))
+    check_nearness(low, high, run, seed, LAYERS)
 
 
 @kinds
@@ -112,16 +109,7 @@ def test_float32_weights_and_a_bfloat16_state(kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "seed"), [*itertools.product(KINDS, (0, 4))])
 def test_gradients_are_those_of_transformers(kind: str, seed: int) -> None:
-    one = pair(kind, seed)
-    ids = tokens(one, 17, 5, seed=seed)
-    loss, theirs = their_gradients(one, ids)
-    grads, value = torch.func.grad_and_value(lambda tree: loss_of(one, tree, ids))(one.params)
-    close(value, loss)
-    named = params.to_checkpoint(grads, one.model.param_spec(), one.model.family.names)
-    assert named.keys() == theirs.keys()
-    for name, grad in theirs.items():
-        assert grad.abs().max() > 0, f"{name} has no gradient to compare"
-        assert_close(named[name], grad, looser=20, reason="a backward sums over tokens, layers and both rows")
+    check_gradients(pair(kind, seed), tokens(pair(kind, seed), 17, 5, seed=seed))
 
 
 # Positions of images
