@@ -174,7 +174,7 @@ def _check_constant(where: str | Path, name: str, constant: Constant, found: Ten
 
 
 def _check_offsets(directory: Path, plan: Plan, stored: Mapping[str, StoredTensor]) -> None:
-    """That integers which are taken to be symmetric are."""
+    """Check that integers which are taken to be symmetric are."""
     wrong = [name for name, why in plan.ignored.items() if why == ZEROS and small(stored[name]).any()]
     if wrong:
         raise CheckpointError(

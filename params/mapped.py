@@ -46,7 +46,7 @@ class MappedRows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the files."""
+        """Dtype of the files."""
         return self.shards[0].dtype
 
     @property

@@ -28,7 +28,7 @@ class AddendWeight(WeightValue):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the rank's own weight."""
+        """Shape of the rank's own weight."""
         return tuple(self.weight.shape)
 
     def static_key(self) -> tuple[object, ...]:
@@ -53,7 +53,7 @@ class VocabularyWeight(WeightValue):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the whole table."""
+        """Shape of the whole table."""
         return self.vocab, self.weight.shape[1]
 
     @property
@@ -85,7 +85,7 @@ class SomeExperts(WeightValue):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of all experts' weights."""
+        """Shape of all experts' weights."""
         return self.experts, *self.weight.shape[1:]
 
     def static_key(self) -> tuple[object, ...]:

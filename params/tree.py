@@ -182,7 +182,10 @@ def _undumped(value: Any) -> Any:
 
 
 def unchecked(cls: type[T], **fields: Any) -> T:
-    """A node whose constructor, and so any type check on it, is not run: for trees of specs or placeholders."""
+    """A node whose constructor is not run, and so no type check either.
+
+    For what maps trees or stands in for one: a node may then hold anything, such as text.
+    """
     node = object.__new__(cls)
     for name, value in fields.items():
         object.__setattr__(node, name, value)

@@ -28,7 +28,7 @@ class Unread:
 
     @staticmethod
     def of(directory: Path, tensors: Mapping[str, StoredTensor], names: Names, paths: Collection[str]) -> Unread:
-        """Those of a checkpoint's `tensors` that a tree with the leaf `paths` passes over, by the family's `names`."""
+        """The tensors that a tree with the leaf `paths` passes over, by the family's `names`."""
         found = {
             name: stored for name, stored in tensors.items() if names.ignored(names.canonical(name), paths) is not None
         }

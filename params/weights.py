@@ -16,7 +16,7 @@ class WeightValue:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the plain weight: experts if there are any, outputs, inputs."""
+        """Shape of the plain weight: experts if there are any, outputs, inputs."""
         raise NotImplementedError
 
     @property

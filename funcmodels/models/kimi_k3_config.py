@@ -36,7 +36,7 @@ class KimiK3Config(KimiLinearConfig):
 
     @property
     def caps(self) -> Caps:
-        """Those of the activation, as `ops.swiglu` takes them."""
+        """Caps of the activation, as `ops.swiglu` takes them."""
         return float(self.activation_situ_beta), float(self.activation_situ_linear_beta) or None
 
 

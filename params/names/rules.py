@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """That of the whole checkpoint tensor."""
+        """Shape of the whole checkpoint tensor."""
         return self.shape if self.source is None else self.source.shape
 
     def fitted(self, stored: tuple[int, ...]) -> Part:
@@ -219,7 +219,7 @@ class AnyOf:
     rules: tuple[Rule, ...]
 
     def layouts(self, leaf: TensorSpec, layer: int | None) -> tuple[Layout, ...]:
-        """Those of each rule; what is written is the first one's."""
+        """The layouts of each rule; what is written is the first one's."""
         return tuple(layout for rule in self.rules for layout in rule.layouts(leaf, layer))
 
 

@@ -47,7 +47,7 @@ FOR_LINEARS = (FLOAT, *KINDS)
 FOR_EXPERTS = tuple(word for word in FOR_LINEARS if word != StaticInt8Weight.scheme)
 """The schemes that are supported."""
 MODELSLIM = tuple(word for word in FOR_LINEARS if word != MXFP4Weight.scheme)
-"""Those that a description of ModelSlim's may name."""
+"""Schemes that a description of ModelSlim's may name."""
 
 SLICES = (1, 16)
 """Partial sums that the correction of an int4 weight may come in."""

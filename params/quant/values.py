@@ -47,7 +47,7 @@ class Int8Weight(QuantizedWeight):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the float weight."""
+        """Shape of the float weight."""
         return tuple(self.values.shape)
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -75,7 +75,7 @@ class StaticInt8Weight(QuantizedWeight):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the float weight."""
+        """Shape of the float weight."""
         return tuple(self.values.shape)
 
     def product_scale(self) -> Float32[Tensor, " outputs"]:
@@ -112,7 +112,7 @@ class Int4Weight(QuantizedWeight):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the float weight."""
+        """Shape of the float weight."""
         *experts, half, inputs = self.packed.shape
         return (*experts, 2 * half, inputs)
 
@@ -164,7 +164,7 @@ class MXFP8Weight(MXWeight):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the float weight: without the padding."""
+        """Shape of the float weight: without the padding."""
         return (*self.values.shape[:-1], self.values.shape[-1] - sum(self.padding))
 
     def whole(self) -> Float32[Tensor, "*experts outputs padded_inputs"]:
@@ -187,7 +187,7 @@ class MXFP4Weight(MXWeight):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the float weight: without the padding."""
+        """Shape of the float weight: without the padding."""
         return (*self.packed.shape[:-1], 2 * self.packed.shape[-1] - sum(self.padding))
 
     def whole(self) -> Float32[Tensor, "*experts outputs padded_inputs"]:
@@ -209,7 +209,7 @@ class SplitWeight(QuantizedWeight):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the float weight."""
+        """Shape of the float weight."""
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
     def static_key(self) -> tuple[object, ...]:
