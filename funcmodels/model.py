@@ -67,7 +67,9 @@ class Model:
         spec = self.whole_spec(dtype)
         if self.ranks is not None:
             spec, _ = checkpoints.sharded(spec, self.family.names, dict(checkpoints.items(spec)), self.ranks)
-        return spec if dtype is None else checkpoints.map(lambda leaf: replace(leaf, dtype=leaf.dtype or dtype), spec)
+        if dtype is None:
+            return spec
+        return checkpoints.tree_map(lambda leaf: replace(leaf, dtype=leaf.dtype or dtype), spec)
 
     def whole_spec(self, dtype: torch.dtype | None = None) -> Any:
         """The parameter tree of all ranks together, with a `TensorSpec` at each leaf.

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lowering import ops
-from params.tree import map, tree
+from params.tree import tree, tree_map
 
 from .state.step import Step
 
@@ -48,7 +48,7 @@ def cut(out: Output, tokens: int, logits: LogitsOf) -> Output:
 
     def part(name: str, value: Any) -> Any:
         # Values of every layer, asked for by the last word of their names, are stacked before the tokens.
-        return map(lambda x: x[:tokens] if "." in name else x[:, :tokens], value)
+        return tree_map(lambda x: x[:tokens] if "." in name else x[:, :tokens], value)
 
     extra = {name: part(name, value) for name, value in out.extra.items()}
     return Output(out.logits[:tokens] if logits == "all" else out.logits, out.hidden[:tokens], extra)
@@ -88,7 +88,7 @@ class Taps:
     def taken(self) -> dict[str, Any]:
         """The values by the names they were asked for; those from every layer are stacked."""
         return {
-            name: values[0] if name in self._whole else map(lambda *xs: torch.stack(xs), *values)
+            name: values[0] if name in self._whole else tree_map(lambda *xs: torch.stack(xs), *values)
             for name, values in self._taken.items()
         }
 

@@ -34,7 +34,7 @@ def static(**kwargs: Any) -> Any:
 
 
 def off_tree(**kwargs: Any) -> Any:
-    """A dataclass field that rides along: kept by `map`, equal to every other value when structures are compared."""
+    """A dataclass field that rides along: `tree_map` keeps it, and it equals any other when structures are compared."""
     return dataclasses.field(metadata={"tree": "off"}, **kwargs)
 
 
@@ -192,7 +192,7 @@ def unchecked(cls: type[T], **fields: Any) -> T:
     return node
 
 
-def map(function: Callable[..., Any], first: T, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> T:
+def tree_map(function: Callable[..., Any], first: T, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> T:
     """Apply `function` to corresponding leaves of trees with one structure."""
     return pytree.tree_map(function, first, *rest, is_leaf=is_leaf)
 
@@ -277,12 +277,12 @@ def to(value: T, device: torch.device | str | None = None, dtype: torch.dtype | 
 
     def move(leaf: Any) -> Any:
         if getattr(leaf, "exact", False):
-            return map(lambda inner: inner.to(device), leaf)
+            return tree_map(lambda inner: inner.to(device), leaf)
         if not isinstance(leaf, Tensor):
             return leaf
         return leaf.to(device=device, dtype=dtype if leaf.is_floating_point() else None)
 
-    return map(move, value, is_leaf=lambda node: getattr(node, "exact", False))
+    return tree_map(move, value, is_leaf=lambda node: getattr(node, "exact", False))
 
 
 def num_bytes(value: Any) -> int:

@@ -18,7 +18,7 @@ from torch._C._functorch import TransformType, get_interpreter_stack, is_functor
 from lowering.host import HostLengths, valueless
 from lowering.ops.ragged import row_of_token
 from lowering.ops.sampling import mix
-from params.tree import leaves, map
+from params.tree import leaves, tree_map
 
 from ..errors import StateError
 from .batch import Batch, check_layout, check_room
@@ -158,7 +158,7 @@ def writable(pages: A, *made: Tensor) -> A:
     `made` are all the tensors that the layer puts into the pages, or attends to them with.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*made, *leaves(pages))):
-        return map(torch.clone, pages)
+        return tree_map(torch.clone, pages)
     return pages
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from params import tree
+from params.tree import tree_map
 
 from .. import cases, registry
 from .. import target as targets
@@ -124,7 +124,7 @@ def checked(step: Step, device: torch.device, target: Target) -> Outcome:
             return replace(step.blank, failed=f"the case or the reference: {fault.words}")
         with Fault() as fault:
             args, kwargs = step.case.arguments(step.dtype)
-            args, kwargs = tree.map(lambda x: x.to(device) if isinstance(x, Tensor) else x, (args, kwargs))
+            args, kwargs = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, (args, kwargs))
             args = prepared(registry.find(step.case.op), step.kernel, args)
             return outcome_of(step.kernel, target, args, kwargs, expected, step.blank)
         return replace(step.blank, failed=fault.words)

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from params import tree
 from params.spec import TensorSpec
+from params.tree import tree_map
 
 from .. import registry
 from ..errors import LoweringError
@@ -84,7 +84,7 @@ def lower(
     found = kernels()
     origins = {origin for of_op in found.values() for origin in of_op.values() if "<locals>" not in origin}
     modules = sorted({origin.partition(":")[0] for origin in origins} - {"__main__", ""})
-    shapes = tree.map(_shape, (args, kwargs))
+    shapes = tree_map(_shape, (args, kwargs))
     answer = _child().ask(_pickled(Request(function, *shapes, target, policy, sizes, tuple(modules))))
     asked = {op: [name] for op, name in policy.prefer.items()}
     if isinstance(answer, Failure):

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from params import tree
+from params.tree import tree_map
 
 from ..host import HostLengths
 from ..policy import MODE
@@ -156,8 +157,8 @@ class DryRun:
                 op.remember_dry(key, known)
             call, result, inside = known
             self._count(choice, key, call)
-            outer += [*inside, (choice, key, call, tree.map(Shape.like, (args, kwargs)))]
-            return tree.map(lambda leaf: leaf.made() if isinstance(leaf, Shape) else leaf, result)
+            outer += [*inside, (choice, key, call, tree_map(Shape.like, (args, kwargs)))]
+            return tree_map(lambda leaf: leaf.made() if isinstance(leaf, Shape) else leaf, result)
         finally:
             self.recorder.sink, self.inside = sink, outer
 
@@ -180,7 +181,7 @@ class DryRun:
         self.recorder.sink = None
         given = shown_arguments(args, kwargs, list(op.signature.parameters))
         call = Call(op.name, kernel.name, given, shown(result), tuple(operators), by_reference)
-        return call, tree.map(Shape.like, result)
+        return call, tree_map(Shape.like, result)
 
 
 def _callable_here(kernel: Kernel) -> bool:

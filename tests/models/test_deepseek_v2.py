@@ -117,14 +117,14 @@ def test_gradients_through_a_state_are_those_without_one() -> None:
     """Autograd writes no page in place, and both halves of a prompt get their share."""
     one = pair("full", 1)
     (ids,) = tokens(one, 12)
-    tree = params.map(lambda leaf: leaf.clone().requires_grad_(), one.params)
+    tree = params.tree_map(lambda leaf: leaf.clone().requires_grad_(), one.params)
     state = one.model.init_state(1, 16, page_size=4)
     logits = []
     for part in (ids[:7], ids[7:]):
         out, state = one.model.forward(tree, state, fm.Batch.from_lists([part], state))
         logits.append(out.logits)
     total_loss([torch.cat(logits)], [ids]).backward()
-    found = params.map(lambda leaf: leaf.grad, tree)
+    found = params.tree_map(lambda leaf: leaf.grad, tree)
     expected = torch.func.grad(lambda weights: loss_of(one, weights, [ids]))(one.params)
     assert_close(found, expected, looser=20, reason="a backward sums over tokens and layers")
 

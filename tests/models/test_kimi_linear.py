@@ -136,7 +136,7 @@ def test_gradients_through_a_state_are_those_without_one(kind: str) -> None:
     """Autograd writes nothing in place, and every part of a prompt gets its share."""
     one = pair(kind, 1)
     (ids,) = tokens(one, 30)
-    tree = params.map(lambda leaf: leaf.clone().requires_grad_(), one.params)
+    tree = params.tree_map(lambda leaf: leaf.clone().requires_grad_(), one.params)
     empty = state = one.model.init_state(1, 32, page_size=4)
     logits = []
     for part in (ids[:19], ids[19:20], ids[20:]):
@@ -144,7 +144,7 @@ def test_gradients_through_a_state_are_those_without_one(kind: str) -> None:
         logits.append(out.logits)
     total_loss([torch.cat(logits)], [ids]).backward()
     assert not any(leaf.requires_grad for leaf in params.leaves(empty))
-    found = params.map(lambda leaf: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, tree)
+    found = params.tree_map(lambda leaf: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, tree)
     expected = torch.func.grad(lambda weights: loss_of(one, weights, [ids]))(one.params)
     assert_close(found, expected, looser=20, reason="a backward sums over tokens and layers")
 
@@ -159,7 +159,7 @@ def test_gradients_example_by_example() -> None:
 
     each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(one.params, examples)
     alone = [torch.func.grad(loss)(one.params, example) for example in examples]
-    expected = params.map(lambda *leaves: torch.stack(leaves), *alone)
+    expected = params.tree_map(lambda *leaves: torch.stack(leaves), *alone)
     assert_close(each, expected, looser=20, reason="a backward in another order")
 
 
@@ -405,7 +405,7 @@ def test_a_traced_verification_reads_nothing_and_replays() -> None:
         out, after = one.model.forward(tree, state, replace(batch, tokens=new), keep_steps=True)
         return out.logits, params.leaves(fm.commit(after, torch.ones(2, dtype=torch.int32)))
 
-    spare = params.map(torch.clone, state)
+    spare = params.tree_map(torch.clone, state)
     graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(one.params, spare, batch.tokens)
     assert spare == state, "tracing wrote the example state"
     other = (batch.tokens + 11) % one.config.vocab_size

@@ -53,7 +53,7 @@ def made(family: str) -> tuple[fm.Model, Any]:
     model = fm.build(CONFIGS[family]())
     generator = torch.Generator().manual_seed(0)
     tree = model.init_params(0, torch.float32)
-    return model, params.map(lambda x: x + torch.randn(x.shape, generator=generator, dtype=x.dtype) / 9, tree)
+    return model, params.tree_map(lambda x: x + torch.randn(x.shape, generator=generator, dtype=x.dtype) / 9, tree)
 
 
 def run(model: fm.Model, tree: Any) -> list[Tensor]:

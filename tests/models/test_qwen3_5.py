@@ -361,11 +361,11 @@ def test_per_example_gradients(kind: str) -> None:
 def test_states_and_transforms() -> None:
     one = pair("dense", 0)
     state = one.model.init_state(1, 8)
-    before = params.map(torch.clone, state)
+    before = params.tree_map(torch.clone, state)
     batch = fm.Batch.from_lists([[1, 2]], state)
     with pytest.raises(fm.StateError, match=r"made outside a function transform.*pass state=None"):
         torch.func.grad(lambda tree: one.model.forward(tree, state, batch)[0].logits.sum())(one.params)
-    stacked = params.map(lambda leaf: leaf[None], one.params)
+    stacked = params.tree_map(lambda leaf: leaf[None], one.params)
     with pytest.raises(fm.StateError, match="vmap; pass state=None"):
         torch.func.vmap(lambda tree: one.model.forward(tree, state, batch)[0].logits)(stacked)
     assert state == before
@@ -391,7 +391,7 @@ def test_a_state_made_inside_a_gradient(kind: str, checked: bool) -> None:
 
 def test_autograd_does_not_reach_into_a_held_state() -> None:
     one = pair("dense", 0)
-    tree = params.map(lambda leaf: leaf.clone().requires_grad_(), one.params)
+    tree = params.tree_map(lambda leaf: leaf.clone().requires_grad_(), one.params)
     held = one.model.init_state(1, 8, page_size=2)
     out, after = one.model.forward(tree, held, fm.Batch.from_lists([[1, 2, 3]], held))
     out, _ = one.model.forward(tree, after, fm.Batch.from_lists([[4]], after))
@@ -434,7 +434,7 @@ def test_a_traced_forward_reads_nothing_and_replays(
     _, state = advance(one, one.model.init_state(2, 32, page_size=4, checked=checked), tokens(one, 5, 3))
     batch = fm.Batch.from_lists(new, state).pad(sum(map(len, new)) + 2)
     step = forward_of(one, batch, keep_steps)
-    spare = params.map(torch.clone, state)
+    spare = params.tree_map(torch.clone, state)
     graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(one.params, spare, batch.tokens)
     assert spare == state, "tracing wrote the example state"
     other = (batch.tokens + 11) % one.config.vocab_size

@@ -173,8 +173,8 @@ def check_family(one: Any, run: Callable[..., Any], directory: Path, seed: int) 
 def check_stacked(one: Any, ids: Any) -> None:
     """Mapped over stacked parameters: the logits of each."""
     batch = fm.Batch.from_lists(ids)
-    scaled = [params.map(lambda leaf, s=s: leaf * s, one.params) for s in (1.0, 1.1, 0.9)]
-    stacked = params.map(lambda *leaves: torch.stack(leaves), *scaled)
+    scaled = [params.tree_map(lambda leaf, s=s: leaf * s, one.params) for s in (1.0, 1.1, 0.9)]
+    stacked = params.tree_map(lambda *leaves: torch.stack(leaves), *scaled)
     logits = torch.func.vmap(lambda tree: one.model.forward(tree, None, batch)[0].logits)(stacked)
     close(logits, torch.stack([one.model.forward(tree, None, batch)[0].logits for tree in scaled]))
 
@@ -191,7 +191,7 @@ def check_per_example(one: Any, examples: Tensor, silent: Callable[[str], bool] 
 
     each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(one.params, examples)
     alone = [torch.func.grad(loss)(one.params, example) for example in examples]
-    assert_same_gradients(each, params.map(lambda *leaves: torch.stack(leaves), *alone), silent)
+    assert_same_gradients(each, params.tree_map(lambda *leaves: torch.stack(leaves), *alone), silent)
 
 
 def check_one_leaf(one: Any, leaf: str, ids: list[int]) -> None:

@@ -66,7 +66,7 @@ def draft_of(kind: str) -> Any:
     def leaf(spec: torch.Tensor) -> torch.Tensor:
         return (torch.randn(spec.shape, generator=generator) * spec.shape[-1] ** -0.5).bfloat16()
 
-    own = with_context(trees.map(leaf, trees.init(BlockParams.spec(config), 0)))
+    own = with_context(trees.tree_map(leaf, trees.init(BlockParams.spec(config), 0)))
     return (DFlashDraft if kind == "dflash" else DSparkDraft)(model, config, own)
 
 

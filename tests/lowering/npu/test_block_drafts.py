@@ -40,9 +40,9 @@ def outcome(dtype: torch.dtype) -> list[torch.Tensor]:
     def random(leaf: torch.Tensor) -> torch.Tensor:
         return torch.randn(leaf.shape, generator=draw) * leaf.shape[-1] ** -0.5
 
-    target = trees.map(random, model.init_params())
-    own = trees.map(random, trees.init(BlockParams.spec(config), 0))
-    target = trees.map(lambda leaf, value: value.to(leaf.dtype or dtype), model.param_spec(), target)
+    target = trees.tree_map(random, model.init_params())
+    own = trees.tree_map(random, trees.init(BlockParams.spec(config), 0))
+    target = trees.tree_map(lambda leaf, value: value.to(leaf.dtype or dtype), model.param_spec(), target)
     draft = DSparkDraft(model, config, with_context(trees.to(own, dtype=dtype)))
     state = model.init_state(3, 4 * PAGE, dtype, torch.bfloat16, page_size=PAGE)
     drafted = draft.init_state(state)

@@ -15,7 +15,7 @@ import lowering
 from lowering import LoweringError, ops
 from lowering.host import HostLengths
 from lowering.layouts import LAYOUTS, NdPages, NzPages, Pages, layout_for
-from params.tree import map
+from params.tree import tree_map
 from tests.cases import Draw, Rows, latent_rows
 from tests.each import each, try_all
 from tests.tolerances import assert_close
@@ -175,7 +175,7 @@ def test_gradients_through_pages_and_new_latents(kernel: str) -> None:
     assert len(places) and len(slots) == rows.tokens
 
     def loss(q_nope: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, old: Tensor, up: Tensor) -> Tensor:
-        pools = map(torch.clone, (NdPages(old.nan_to_num()), rope_pages))
+        pools = tree_map(torch.clone, (NdPages(old.nan_to_num()), rope_pages))
         pools = ops.write_latents(*pools, latent, rope, slots)
         rest = (up, table, lengths, start, host)
         return ops.mla_prefix_attention(q_nope, q_rope, latent, rope, *pools, *rest, **hints).square().sum()
