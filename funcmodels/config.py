@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from params.errors import ConfigError, cut
@@ -67,6 +67,28 @@ def text_fields(given: Mapping[str, Any], tied: bool | None = None) -> dict[str,
     return {**given, **inner} | ({} if said is None else {TIED: said})
 
 
+def rope_sections(given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The sections that hold rotary fields, by name, without empty ones: the present spelling and the older one."""
+    found = {name: section(given, name) for name in ("rope_parameters", "rope_scaling")}
+    return {name: fields for name, fields in found.items() if fields}
+
+
+def rope_section_rules(found: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[bool, str]]:
+    """What the sections must not say: other kinds of rotary embedding, and two things at once."""
+    for name, fields in found.items():
+        kinds = [fields[key] for key in ("rope_type", "type") if key in fields]
+        other = next((kind for kind in kinds if kind != "default"), "default")
+        yield other == "default", f"{name}: rope_type {other!r} is not supported; only default is"
+        interleaved = fields.get("mrope_interleaved")
+        yield interleaved in (None, True), f"{name}: mrope_interleaved {interleaved!r} is not supported; only true is"
+    # transformers lets rope_scaling replace rope_parameters; which of two the model was trained with is not guessed
+    yield (
+        len(found) < 2 or found["rope_parameters"] == found["rope_scaling"],
+        "rope_parameters and rope_scaling are both given and differ; remove the one that does not hold: "
+        + " and ".join(f"{name}={dict(fields)}" for name, fields in found.items()),
+    )
+
+
 def layer_count(given: Mapping[str, Any]) -> int | None:
     """How many layers a config says there are; `None` for what is no integer, which `read` complains of.
 
@@ -91,6 +113,25 @@ def require(*conditions: tuple[bool, str]) -> None:
     broken = [cut(sentence) for holds, sentence in conditions if not holds]
     if broken:
         raise ConfigError("; ".join(broken))
+
+
+def positive(config: Any, names: Collection[str]) -> Iterator[tuple[bool, str]]:
+    """Rules for `require`: each of these fields is above zero."""
+    for name in names:
+        yield getattr(config, name) > 0, f"{name} must be positive, found {getattr(config, name)}"
+
+
+def multiple(config: Any, more: str, fewer: str) -> tuple[bool, str]:
+    """A rule for `require`: of one field there are whole multiples of the other."""
+    many, few = getattr(config, more), getattr(config, fewer)
+    return many % max(few, 1) == 0, f"{more} must be a multiple of {fewer}, found {many} and {few}"
+
+
+def layer_types(config: Any, known: Collection[str]) -> Iterator[tuple[bool, str]]:
+    """Rules for `require`: `layer_types` has one of the `known` kinds for each layer."""
+    kinds, layers = config.layer_types, config.num_hidden_layers
+    yield len(kinds) == layers, f"layer_types has {len(kinds)} entries, num_hidden_layers is {layers}"
+    yield set(kinds) <= set(known), f"layer_types may hold {' and '.join(known)}, found {sorted(set(kinds))}"
 
 
 def is_count(value: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,31 +17,16 @@ import params as checkpoints
 from lowering import ops
 from lowering.detect import device_named
 from lowering.jit.tape import beforehand
-from lowering.layouts import LAYOUTS
 from params.errors import ConfigError
 from params.guarded import check_plain
 from params.modes import lasting
-from params.names import deepseek_v2 as deepseek_v2_names
-from params.names import gemma3 as gemma3_names
-from params.names import kimi_k3 as kimi_k3_names
-from params.names import kimi_linear as kimi_linear_names
-from params.names import qwen3_5 as names
-from params.names import qwen3_8_flash_next as flash_next_names
 from params.sharding import Ranks
 from params.spec import widened
 
 from .checkpoint.text import Tokenizer
 from .config import section
-from .models import (
-    deepseek_v2,
-    gemma3,
-    kimi_k3,
-    kimi_linear,
-    qwen3_5,
-    qwen3_5_mtp,
-    qwen3_8_flash_next,
-    qwen3_8_flash_next_mtp,
-)
+from .family import Family
+from .models import FAMILIES
 from .output import LogitsOf, Output, check_logits, mark_lengths
 from .state import state as states
 from .state.batch import Batch, check_ids
@@ -52,85 +37,6 @@ MOST_PAGES = 2**24
 """Of 128 tokens each they hold two thousand million, more than fits anywhere; a list of them still does."""
 S = TypeVar("S", State, None)
 """A forward of a state gives a state, a forward of none gives none."""
-
-
-@dataclass(frozen=True)
-class MtpHead:
-    """What a model file provides for its multi-token prediction head.
-
-    `read` takes config, parameters and the head's hidden, and gives what the output projection reads, and its weight.
-    """
-
-    init_entries: Callable[..., tuple[states.Entry, ...]]
-    forward: Callable[..., tuple[Output, Any]]
-    read: Callable[[Any, Any, Any], tuple[Tensor, Any]]
-
-
-@dataclass(frozen=True)
-class Family:
-    """What a model file provides. `names` is the table of its checkpoint names in `params.names`.
-
-    `params` is the class of its parameters. `mtp` is None where the architecture has no multi-token prediction head.
-    `layouts` are those of pages that `init_entries` can be asked for. `heads` are the config's fields that count what
-    ranks share: each computes with its own part of them.
-    """
-
-    read_config: Callable[[Mapping[str, Any]], Any]
-    param_spec: Callable[[Any], Any]
-    init_entries: Callable[..., tuple[states.Entry, ...]]
-    forward: Callable[..., tuple[Output, Any]]
-    names: Any
-    params: type
-    mtp: MtpHead | None = None
-    layouts: tuple[str, ...] = ()
-    heads: tuple[str, ...] = ("num_attention_heads", "num_key_value_heads")
-
-
-_DELTA_HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
-
-_QWEN3_5 = Family(
-    qwen3_5.read_config, qwen3_5.param_spec, qwen3_5.init_entries, qwen3_5.forward, names.NAMES, qwen3_5.Qwen35Params,
-    mtp=MtpHead(qwen3_5_mtp.mtp_entries, qwen3_5_mtp.mtp_forward, qwen3_5_mtp.mtp_read), heads=_DELTA_HEADS,
-)  # fmt: skip
-
-_GEMMA3 = Family(
-    gemma3.read_config, gemma3.param_spec, gemma3.init_entries, gemma3.forward, gemma3_names.NAMES, gemma3.Gemma3Params
-)
-
-_DEEPSEEK_V2 = Family(
-    deepseek_v2.read_config, deepseek_v2.param_spec, deepseek_v2.init_entries, deepseek_v2.forward,
-    deepseek_v2_names.NAMES, deepseek_v2.DeepseekV2Params, layouts=tuple(LAYOUTS), heads=("num_attention_heads",),
-)  # fmt: skip
-
-_KIMI_LINEAR = Family(
-    kimi_linear.read_config, kimi_linear.param_spec, kimi_linear.init_entries, kimi_linear.forward,
-    kimi_linear_names.NAMES, kimi_linear.KimiLinearParams, layouts=tuple(LAYOUTS),
-    heads=("num_attention_heads", "linear_num_heads"),
-)  # fmt: skip
-
-_KIMI_K3 = Family(
-    kimi_k3.read_config, kimi_k3.param_spec, kimi_k3.init_entries, kimi_k3.forward, kimi_k3_names.NAMES,
-    kimi_k3.KimiK3Params, layouts=tuple(LAYOUTS), heads=("num_attention_heads", "linear_num_heads"),
-)  # fmt: skip
-
-_FLASH_NEXT = Family(
-    qwen3_8_flash_next.read_config, qwen3_8_flash_next.param_spec, qwen3_8_flash_next.init_entries,
-    qwen3_8_flash_next.forward, flash_next_names.NAMES, qwen3_8_flash_next.FlashNextParams,
-    mtp=MtpHead(
-        qwen3_8_flash_next_mtp.mtp_entries, qwen3_8_flash_next_mtp.mtp_forward, qwen3_8_flash_next_mtp.mtp_read
-    ),
-    heads=_DELTA_HEADS,
-)  # fmt: skip
-
-FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN3_5),
-    **dict.fromkeys(("gemma3", "gemma3_text"), _GEMMA3),
-    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text", "qwen3_8_flash_next", "qwen3_8_flash_next_text"), _FLASH_NEXT),
-    "deepseek_v2": _DEEPSEEK_V2,
-    "kimi_linear": _KIMI_LINEAR,
-    "kimi_k3": _KIMI_K3,
-}
-"""Family by `model_type` of the config."""
 
 
 @dataclass(frozen=True)
@@ -161,14 +67,16 @@ class Model:
         spec = self.whole_spec(dtype)
         if self.ranks is not None:
             spec, _ = checkpoints.sharded(spec, self.family.names, dict(checkpoints.items(spec)), self.ranks)
-        return spec if dtype is None else checkpoints.map(lambda leaf: replace(leaf, dtype=leaf.dtype or dtype), spec)
+        if dtype is None:
+            return spec
+        return checkpoints.tree_map(lambda leaf: replace(leaf, dtype=leaf.dtype or dtype), spec)
 
     def whole_spec(self, dtype: torch.dtype | None = None) -> Any:
         """The parameter tree of all ranks together, with a `TensorSpec` at each leaf.
 
         What leaves pin is the least for parameters of `dtype`: they too are float64 where these are.
         """
-        return widened(self.family.param_spec(self.config), dtype)
+        return widened(self.family.params.spec(self.config), dtype)
 
     @property
     def local(self) -> Any:
@@ -326,10 +234,15 @@ def build(config: Mapping[str, Any] | str | Path) -> Model:
     config = dict(config)
     check_plain(config, "config", ConfigError)
     section(config, "text_config")  # families without one too: what reads ids of special tokens looks into it
+    family = _family_of(config)
+    return Model(family, family.read_config(config), config)
+
+
+def _family_of(config: Mapping[str, Any]) -> Family:
+    for family in FAMILIES.values():
+        if family.claims is not None and family.claims(config):
+            return family
     kind = config.get("model_type")
-    if kind == "kimi_linear" and kimi_k3.is_kimi_k3(config):
-        kind = "kimi_k3"
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"model_type {kind!r} is not a known architecture; known: {', '.join(FAMILIES)}")
-    family = FAMILIES[kind]
-    return Model(family, family.read_config(config), config)
+    return FAMILIES[kind]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowering import ops
 from lowering.jit.tape import lengthwise
-from params.tree import leaves, map, tree
+from params.tree import leaves, tree, tree_map
 
 from .state.batch import Batch
 from .state.step import Step
@@ -85,7 +85,7 @@ class Taps:
     def taken(self) -> dict[str, Any]:
         """The values by the names they were asked for; those from every layer are stacked."""
         return {
-            name: values[0] if name in self._whole else map(lambda *xs: torch.stack(xs), *values)
+            name: values[0] if name in self._whole else tree_map(lambda *xs: torch.stack(xs), *values)
             for name, values in self._taken.items()
         }
 

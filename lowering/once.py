@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from params import tree
+from params.tree import tree_map
 
 from .errors import LoweringError
 from .kernel import Kernel
@@ -54,7 +55,7 @@ def differentiated_once(op: str, kernel: Kernel, around: str, args: tuple[Any, .
         return x
 
     # A transform records the graph of its own backward, whether it is wanted or not.
-    result = kernel.run(*(tree.map(watched, args) if around == "autograd" else args), **kwargs)
+    result = kernel.run(*(tree_map(watched, args) if around == "autograd" else args), **kwargs)
     for y in tree.leaves(result):
         if isinstance(y, Tensor) and y.requires_grad:
             y.register_hook(before)

@@ -29,13 +29,13 @@ from params.tree import (
     equal,
     items,
     leaves,
-    map,
     num_bytes,
     off_tree,
     put,
     static,
     summary,
     to,
+    tree_map,
     unchecked,
 )
 from params.unread import Unread
@@ -60,7 +60,6 @@ __all__ = [
     "leaves",
     "load",
     "load_projection",
-    "map",
     "num_bytes",
     "off_tree",
     "put",
@@ -76,5 +75,6 @@ __all__ = [
     "tensor_names",
     "to",
     "to_checkpoint",
+    "tree_map",
     "unchecked",
 ]

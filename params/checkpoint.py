@@ -17,6 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from params.constants import Constant, constants
 from params.errors import CheckpointError
 from params.files import StoredTensor, listed, resolve, tensor_names
 from params.mapped import MappedRows, mapped
@@ -28,7 +29,7 @@ from params.quant.stored import ZEROS, of_tree, zero_offsets
 from params.reading import Job, read_all, same_bytes, small
 from params.sharded import sharded
 from params.sharding import Ranks
-from params.spec import Constant, constants, widened
+from params.spec import widened
 from params.tree import describe, dotted, items
 
 T = TypeVar("T")

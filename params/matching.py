@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from params.constants import Constant, constants
 from params.errors import CheckpointError
 from params.names.rules import Layout, Names, Part
-from params.spec import CASTABLE, Constant, TensorSpec, check_dtype, constants
+from params.spec import CASTABLE, TensorSpec, check_dtype
 from params.tree import items
 
 LISTED = 200

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
 
 from params.errors import CheckpointError, ConfigError
 from params.sharding import Rule
-from params.tree import dotted
 
 T = TypeVar("T")
 
@@ -53,24 +52,8 @@ class TensorSpec:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Constant:
-    """Numbers that stand in a checkpoint though the config fixes them: `load` compares them, `save` writes the `saved`.
-
-    A parameter node that has such numbers has a method `constants()`, which gives them by name.
-    """
-
-    values: tuple[int, ...] | tuple[float, ...]
-    saved: bool = True
-
-    def tensor(self) -> Tensor:
-        """The numbers [count], int64 or float32."""
-        dtype = torch.float32 if isinstance(self.values[0], float) else torch.int64
-        return torch.tensor(self.values, dtype=dtype, device="cpu")
-
-    def equals(self, other: Tensor) -> bool:
-        """Whether a tensor of any shape and type holds these numbers."""
-        return other.flatten().tolist() == list(self.values)
+leaf: Callable[..., Any] = TensorSpec
+"""A `TensorSpec` for where a tree takes a tensor: type checkers let it stand there."""
 
 
 CASTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -100,16 +83,3 @@ def widened(spec: T, dtype: torch.dtype | None) -> T:
         return replace(leaf, dtype=torch.promote_types(pinned, dtype))
 
     return pytree.tree_map_only(TensorSpec, wide, spec)
-
-
-def constants(spec: Any) -> dict[str, Constant]:
-    """The constants of all nodes of a tree by their paths."""
-    found: dict[str, Constant] = {}
-    for path, node in pytree.tree_flatten_with_path(spec, is_leaf=_has_constants)[0]:
-        if _has_constants(node):
-            found |= {f"{dotted(path)}.{name}": value for name, value in node.constants().items()}
-    return found
-
-
-def _has_constants(node: Any) -> bool:
-    return hasattr(node, "constants")

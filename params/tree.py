@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from typing_extensions import dataclass_transform
+
+from params.spec import TensorSpec
 
 try:
     import optree
@@ -32,7 +34,7 @@ def static(**kwargs: Any) -> Any:
 
 
 def off_tree(**kwargs: Any) -> Any:
-    """A dataclass field that rides along: kept by `map`, equal to every other value when structures are compared."""
+    """A dataclass field that rides along: `tree_map` keeps it, and it equals any other when structures are compared."""
     return dataclasses.field(metadata={"tree": "off"}, **kwargs)
 
 
@@ -58,8 +60,9 @@ class _Rider:
 def tree(cls: type[T]) -> type[T]:
     """Make `cls` a frozen dataclass and a registered pytree.
 
-    Unflattening does not run the constructor, so a tree may hold placeholders (specs, shapes, `None`) while it is
-    being mapped. `==` compares structure and leaves; `repr` shows shapes and bytes, never contents.
+    A field whose annotation names a tensor takes a `TensorSpec` too: so are trees made of which there are no values
+    yet. Unflattening does not run the constructor, so a tree may hold anything while it is being mapped. `==` compares
+    structure and leaves; `repr` shows shapes and bytes, never contents.
 
     A class with fields may be given more of them by a subclass only if it says `by_kind`: whoever reads one of these
     asks which it is. Anyone else would take the subclass and not read what it adds, so that is a `TypeError`.
@@ -70,6 +73,7 @@ def tree(cls: type[T]) -> type[T]:
         cls.__repr__ = summary  # type: ignore[method-assign]
     cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
     _check_extended(cls)
+    _accept_specs(cls)
     kinds: dict[str, list[str]] = {"leaf": [], "static": [], "off": []}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         kinds[field.metadata.get("tree", "leaf")].append(field.name)
@@ -118,6 +122,13 @@ def tree(cls: type[T]) -> type[T]:
         register: Any = optree.register_pytree_node  # any class will do, whatever its annotation says
         register(cls, flatten, lambda context, leaves: unflatten(leaves, context), namespace=_EVERYWHERE)
     return cls
+
+
+def _accept_specs(cls: Any) -> None:
+    """Let type checks of the constructor take a `TensorSpec` for a tensor."""
+    for name, kind in cls.__init__.__annotations__.items():
+        if "Tensor" in str(kind):
+            cls.__init__.__annotations__[name] = Union[kind, TensorSpec]  # noqa: UP007 (a string on the left)
 
 
 def _check_extended(cls: type) -> None:
@@ -171,14 +182,17 @@ def _undumped(value: Any) -> Any:
 
 
 def unchecked(cls: type[T], **fields: Any) -> T:
-    """A node whose constructor, and so any type check on it, is not run: for trees of specs or placeholders."""
+    """A node whose constructor is not run, and so no type check either.
+
+    For what maps trees or stands in for one: a node may then hold anything, such as text.
+    """
     node = object.__new__(cls)
     for name, value in fields.items():
         object.__setattr__(node, name, value)
     return node
 
 
-def map(function: Callable[..., Any], first: T, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> T:
+def tree_map(function: Callable[..., Any], first: T, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> T:
     """Apply `function` to corresponding leaves of trees with one structure."""
     return pytree.tree_map(function, first, *rest, is_leaf=is_leaf)
 
@@ -263,12 +277,12 @@ def to(value: T, device: torch.device | str | None = None, dtype: torch.dtype | 
 
     def move(leaf: Any) -> Any:
         if getattr(leaf, "exact", False):
-            return map(lambda inner: inner.to(device), leaf)
+            return tree_map(lambda inner: inner.to(device), leaf)
         if not isinstance(leaf, Tensor):
             return leaf
         return leaf.to(device=device, dtype=dtype if leaf.is_floating_point() else None)
 
-    return map(move, value, is_leaf=lambda node: getattr(node, "exact", False))
+    return tree_map(move, value, is_leaf=lambda node: getattr(node, "exact", False))
 
 
 def num_bytes(value: Any) -> int:

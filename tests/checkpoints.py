@@ -18,12 +18,14 @@ from safetensors.torch import save_file
 
 import funcmodels as fm
 import params
+from tests.models import test_qwen3
 from tests.oracle import block_drafts, deepseek_v2, gemma3, kimi_k3, kimi_linear, mtp, qwen3_5, qwen3_8_flash_next
 
 CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
     "qwen3_5": lambda: {**mtp.sizes("dense", 0), "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1},
     "qwen3_5_moe": lambda: {**qwen3_5.sizes("moe", 1), "model_type": "qwen3_5_moe_text"},
     "gemma3": lambda: {**gemma3.sizes(0), "model_type": "gemma3_text"},
+    "qwen3": lambda: test_qwen3.sizes(0),
     "deepseek_v2": lambda: {**deepseek_v2.sizes("full", 0), "model_type": "deepseek_v2"},
     "kimi_linear": lambda: {**kimi_linear.sizes("grouped", 0), "model_type": "kimi_linear"},
     "kimi_k3": lambda: kimi_k3.sizes(0, routed_expert_hidden_size=12),

@@ -62,7 +62,7 @@ def made(family: str, dtype: torch.dtype = EXACT) -> tuple[fm.Model, Any]:
 
 def typed(model: fm.Model, tree: Any, dtype: torch.dtype) -> Any:
     """The parameters in `dtype`, but for those that the spec pins."""
-    return params.map(lambda spec, value: value.to(spec.dtype or dtype), model.param_spec(), tree)
+    return params.tree_map(lambda spec, value: value.to(spec.dtype or dtype), model.param_spec(), tree)
 
 
 def filled(tree: Any) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from params import tree
 from params.spec import TensorSpec
+from params.tree import tree_map
 
 MOMENTUM = 0.95
 SECOND = 0.98
@@ -35,21 +36,21 @@ class Moments:
 
 def init(params: Any) -> Moments:
     """Zero moments for `params`."""
-    return Moments(tree.map(torch.zeros_like, params), tree.map(torch.zeros_like, params))
+    return Moments(tree_map(torch.zeros_like, params), tree_map(torch.zeros_like, params))
 
 
 def clip(grads: Any, limit: float) -> tuple[Any, Tensor]:
     """Gradients scaled to a global norm of at most `limit`, and the norm before."""
     norm = torch.stack([grad.norm() for grad in tree.leaves(grads)]).norm()
     factor = (limit / (norm + EPSILON)).clamp(max=1.0)
-    return tree.map(lambda grad: grad * factor, grads), norm
+    return tree_map(lambda grad: grad * factor, grads), norm
 
 
 def update(spec: Any, params: Any, moments: Moments, grads: Any, step: int, rate: float) -> tuple[Any, Moments]:
     """Parameters and moments after one step (`step` counts from 1) at learning rate `rate`."""
-    first = tree.map(lambda mean, grad: mean.lerp(grad, 1 - MOMENTUM), moments.first, grads)
-    second = tree.map(lambda mean, grad: mean.lerp(grad * grad, 1 - SECOND), moments.second, grads)
-    ahead = tree.map(lambda mean, grad: mean.lerp(grad, 1 - MOMENTUM), first, grads)  # Nesterov
+    first = tree_map(lambda mean, grad: mean.lerp(grad, 1 - MOMENTUM), moments.first, grads)
+    second = tree_map(lambda mean, grad: mean.lerp(grad * grad, 1 - SECOND), moments.second, grads)
+    ahead = tree_map(lambda mean, grad: mean.lerp(grad, 1 - MOMENTUM), first, grads)  # Nesterov
     steps = _orthogonal_parts(spec, ahead)
 
     def move(leaf: Tensor, mean: Tensor, square: Tensor, name: str) -> Tensor:
@@ -60,12 +61,12 @@ def update(spec: Any, params: Any, moments: Moments, grads: Any, step: int, rate
         kept = 1 - rate * DECAY if name in steps else 1.0
         return leaf * kept - rate * delta
 
-    return tree.map(move, params, first, second, _names(spec)), Moments(first, second)
+    return tree_map(move, params, first, second, _names(spec)), Moments(first, second)
 
 
 def _names(spec: Any) -> Any:
     paths = iter([path for path, _ in tree.items(spec)])
-    return tree.map(lambda _: next(paths), spec)
+    return tree_map(lambda _: next(paths), spec)
 
 
 def _is_matrix(path: str, spec: TensorSpec) -> bool:

@@ -36,6 +36,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcmodels as fm
 from params import tree
+from params.tree import tree_map
 
 HERE = Path(__file__).parent
 ROWS, LENGTH = 4, 512  # sequences a step, tokens a sequence
@@ -123,7 +124,7 @@ def make_score(model: Any, dtype: torch.dtype) -> Callable[..., Tensor]:
 
 def in_dtype(spec: Any, params: Any, dtype: torch.dtype) -> Any:
     """Parameters in `dtype`, but for those that the spec pins to another."""
-    return tree.map(lambda leaf, value: value.to(leaf.dtype or dtype), spec, params)
+    return tree_map(lambda leaf, value: value.to(leaf.dtype or dtype), spec, params)
 
 
 def inputs(windows: list[list[int]]) -> tuple[Any, Tensor]:
@@ -159,7 +160,7 @@ def restore(path: Path, params: Any) -> tuple[Any, muon.Moments, dict[str, Any]]
         facts = {key: json.loads(value) for key, value in file.metadata().items()}
         whole = {"params": params, "first": params, "second": params}
         names = iter([name for name, _ in tree.items(whole)])
-        found = tree.map(lambda _: file.get_tensor(next(names)), whole)
+        found = tree_map(lambda _: file.get_tensor(next(names)), whole)
     return found["params"], muon.Moments(found["first"], found["second"]), facts
 
 

@@ -30,7 +30,7 @@ import funcmodels as fm
 import params as checkpoints
 from funcmodels.drafts.block import angles_at, block_hidden, context_entries
 from funcmodels.drafts.markov import corrected
-from funcmodels.drafts.named import NAMES, block_spec, read_config
+from funcmodels.drafts.named import NAMES, BlockParams, read_config
 from params import tree
 
 LENGTH = 256  # tokens of a text
@@ -144,7 +144,7 @@ def begun(own: Any, target: Any) -> Any:
 
 def trained(config: Any, target: Any, texts: Texts, clock: Clock) -> Any:
     """Parameters of the draft, trained until the clock has run out."""
-    spec = block_spec(config)
+    spec = BlockParams.spec(config)
     own = begun(checkpoints.init(spec, SEED), target)
     moments, gradient = muon.init(own), torch.func.grad_and_value(make_loss(config, target))
     draw = np.random.Generator(np.random.Philox(SEED + 1))
@@ -174,7 +174,7 @@ def main() -> None:
     texts = read(model, params, data, tuple(f"layers.{layer}" for layer in config.target_layer_ids), clock)
     print(f"{texts.tokens.numel():,} tokens read", flush=True)
     own = trained(config, params, texts, clock)
-    checkpoints.save(tree.to(own, dtype=torch.bfloat16), args.out, block_spec(config), NAMES, CONFIG)
+    checkpoints.save(tree.to(own, dtype=torch.bfloat16), args.out, BlockParams.spec(config), NAMES, CONFIG)
     print(tree.summary(own))
     report(args.out, data)
 

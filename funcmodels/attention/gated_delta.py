@@ -12,17 +12,20 @@ from lowering import ops
 from lowering.ops import DeltaInputs, DeltaTrail, WindowTrail
 from lowering.ops.norm import Activation
 from params.sharding import Inputs, Outputs
-from params.spec import TensorSpec
-from params.tree import exactly, tree, unchecked
+from params.spec import leaf
+from params.tree import exactly, tree
 
-from ..blocks.linear import Linear, Norm, linear_spec, norm_spec, project
+from ..blocks.linear import Linear, Norm, project
 from ..state.state import Recurrent
 from ..state.step import Step
 
 
 @tree
 class DeltaNet:
-    """`in_proj` rows: queries, keys and values (these pass the convolution), output gate z, write b, decay a."""
+    """`in_proj` rows: queries, keys and values (these pass the convolution), output gate z, write b, decay a.
+
+    Gate parameters stay float32 whatever the model runs in.
+    """
 
     in_proj: Linear
     conv: Float[Tensor, "channels width"]
@@ -30,6 +33,22 @@ class DeltaNet:
     dt_bias: Float[Tensor, " v_heads"]
     norm: Norm
     out: Linear
+
+    @staticmethod
+    def spec(hidden: int, k_heads: int, v_heads: int, k_dim: int, v_dim: int, width: int) -> DeltaNet:
+        """Spec of the parameters."""
+        keys, values = k_heads * k_dim, v_heads * v_dim
+        qkv = ((keys, k_heads), (keys, k_heads), (values, v_heads))
+        each = (v_heads, v_heads)
+        shard = Outputs((*qkv, (values, v_heads), each, each))
+        return DeltaNet(
+            in_proj=Linear.spec(hidden, 2 * keys + values, values, v_heads, v_heads, shard=shard),
+            conv=leaf((2 * keys + values, width), "conv", shard=Outputs(qkv)),
+            a_log=leaf((v_heads,), "log_uniform", torch.float32, shard=Outputs((each,))),
+            dt_bias=leaf((v_heads,), "inverse_softplus", torch.float32, shard=Outputs((each,))),
+            norm=Norm.spec(v_dim),
+            out=Linear.spec(values, hidden, shard=Inputs(v_heads)),
+        )
 
 
 @tree
@@ -53,24 +72,6 @@ class DeltaNetState(Recurrent):
         assert self.trail is not None
         window = self.trail.window.at(accepted, self.window.shape[1]).to(self.window.dtype)
         return DeltaNetState(window, self.trail.delta.at(accepted))
-
-
-def delta_net_spec(hidden: int, k_heads: int, v_heads: int, k_dim: int, v_dim: int, width: int) -> DeltaNet:
-    """Spec of the parameters. Gate parameters stay float32 whatever the model runs in."""
-    keys, values = k_heads * k_dim, v_heads * v_dim
-    qkv = ((keys, k_heads), (keys, k_heads), (values, v_heads))
-    each = (v_heads, v_heads)
-    return unchecked(
-        DeltaNet,
-        in_proj=linear_spec(
-            hidden, 2 * keys + values, values, v_heads, v_heads, shard=Outputs((*qkv, (values, v_heads), each, each))
-        ),
-        conv=TensorSpec((2 * keys + values, width), "conv", shard=Outputs(qkv)),
-        a_log=TensorSpec((v_heads,), "log_uniform", torch.float32, shard=Outputs((each,))),
-        dt_bias=TensorSpec((v_heads,), "inverse_softplus", torch.float32, shard=Outputs((each,))),
-        norm=norm_spec(v_dim, "ones"),
-        out=linear_spec(values, hidden, shard=Inputs(v_heads)),
-    )
 
 
 def delta_net_state(

@@ -1,8 +1,8 @@
-"""Grouped-query attention over normalised, rotated queries and keys: plain (Gemma3), or with a gate (Qwen3.5)."""
+"""Grouped-query attention over normalised, rotated queries and keys: plain (Gemma3, Qwen3), or gated (Qwen3.5)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import ClassVar, TypeVar
 
 import torch
 from einops import rearrange
@@ -11,32 +11,51 @@ from torch import Tensor
 
 from lowering import ops
 from params.sharding import Inputs, Outputs
-from params.tree import tree, unchecked
+from params.tree import tree
 
-from ..blocks.linear import Linear, Norm, linear_spec, norm_spec, normalised, project
+from ..blocks.linear import BiasedLinear, Linear, Norm, normalised, project
 from ..errors import StateError
 from ..state.state import Appended
 from ..state.step import Step, writable
+
+A = TypeVar("A", bound="Attention")
 
 
 @tree
 class Attention:
     """`qkv` rows: queries, then keys, then values, head by head."""
 
+    gated: ClassVar[bool] = False
+
     qkv: Linear
     out: Linear
     q_norm: Norm
     k_norm: Norm
+
+    @classmethod
+    def spec(
+        cls: type[A],
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        norm: type[Norm] = Norm,
+        bias: bool = False,
+    ) -> A:
+        """Spec of the parameters; `norm` is the kind of both norms, `bias` that of both projections."""
+        parts = [count * head_dim for count in (heads * (2 if cls.gated else 1), kv_heads, kv_heads)]
+        shard = Outputs(tuple(zip(parts, (heads, kv_heads, kv_heads), strict=True)))
+        kind, of_heads = BiasedLinear if bias else Linear, norm.spec(head_dim)
+        out = kind.spec(heads * head_dim, hidden, shard=Inputs(heads))
+        return cls(kind.spec(hidden, *parts, shard=shard), out, of_heads, of_heads)
 
 
 @tree
-class GatedAttention:
+class GatedAttention(Attention):
     """`qkv` rows: per query head query then gate, then keys, then values."""
 
-    qkv: Linear
-    out: Linear
-    q_norm: Norm
-    k_norm: Norm
+    gated: ClassVar[bool] = True
 
 
 @tree
@@ -45,27 +64,6 @@ class KeyValuePages(Appended):
 
     k: Float[Tensor, "pages page_size kv_heads head_dim"]
     v: Float[Tensor, "pages page_size kv_heads head_dim"]
-
-
-def attention_spec(hidden: int, heads: int, kv_heads: int, head_dim: int, *, bias: bool) -> Attention:
-    """Spec of the parameters; `bias` is that of both projections."""
-    return unchecked(Attention, **_specs(hidden, heads, heads, kv_heads, head_dim, bias))
-
-
-def gated_attention_spec(hidden: int, heads: int, kv_heads: int, head_dim: int) -> GatedAttention:
-    """Spec of the parameters."""
-    return unchecked(GatedAttention, **_specs(hidden, heads, 2 * heads, kv_heads, head_dim, False))
-
-
-def _specs(hidden: int, heads: int, query_parts: int, kv_heads: int, head_dim: int, bias: bool) -> dict[str, Any]:
-    parts = [count * head_dim for count in (query_parts, kv_heads, kv_heads)]
-    shared = Outputs(tuple(zip(parts, (heads, kv_heads, kv_heads), strict=True)))
-    return {
-        "qkv": linear_spec(hidden, *parts, bias=bias, shard=shared),
-        "out": linear_spec(heads * head_dim, hidden, bias=bias, shard=Inputs(heads)),
-        "q_norm": norm_spec(head_dim, "zeros"),
-        "k_norm": norm_spec(head_dim, "zeros"),
-    }
 
 
 def key_value_pages(
@@ -86,39 +84,27 @@ def attention(
     heads: int,
     kv_heads: int,
     eps: float,
-    scale: float,
-    window: int | None,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> tuple[Float[Tensor, "tokens hidden"], KeyValuePages | None]:
-    """out(attention(q, k, v)) over the last `window` tokens or all, and the pages with the new keys and values."""
-    q, k, v = _projected(params, x, heads, kv_heads)
-    q, k = _turned(params, q, k, rotary, eps)
-    y, past = attend(q, k, v, past, step, scale=scale, window=window)
+    """The output over the last `window` tokens or all, and the pages with the new keys and values.
+
+    That is out(attention(q, k, v)), times sigmoid(gate) within where the node is a `GatedAttention`. `scale` is by
+    default head_dim ** -0.5.
+    """
+    q, k, v = _projected(params, x, heads * (2 if params.gated else 1), kv_heads)
+    gate = None
+    if params.gated:
+        q, gate = rearrange(q, "tokens (heads two) dim -> two tokens heads dim", two=2)
+    q = normalised(params.q_norm, q, eps=eps)
+    k = normalised(params.k_norm, k, eps=eps)
+    q, k = ops.rotary(q, k, *rotary)
+    y, past = attend(q, k, v, past, step, scale=scale or q.shape[2] ** -0.5, window=window)
+    y = y if gate is None else y * torch.sigmoid(gate)
     return project(params.out, rearrange(y, "tokens heads dim -> tokens (heads dim)")), past
 
 
-def gated_attention(
-    params: GatedAttention,
-    x: Float[Tensor, "tokens hidden"],
-    past: KeyValuePages | None,
-    step: Step,
-    rotary: tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]],
-    *,
-    heads: int,
-    kv_heads: int,
-    eps: float,
-) -> tuple[Float[Tensor, "tokens hidden"], KeyValuePages | None]:
-    """out(attention(q, k, v) * sigmoid(gate)), and the pages with the new keys and values written."""
-    query_gate, k, v = _projected(params, x, 2 * heads, kv_heads)
-    q, gate = rearrange(query_gate, "tokens (heads two) dim -> two tokens heads dim", two=2)
-    q, k = _turned(params, q, k, rotary, eps)
-    y, past = attend(q, k, v, past, step, scale=q.shape[2] ** -0.5)
-    y = rearrange(y * torch.sigmoid(gate), "tokens heads dim -> tokens (heads dim)")
-    return project(params.out, y), past
-
-
-def _projected(
-    params: Attention | GatedAttention, x: Tensor, query_parts: int, kv_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _projected(params: Attention, x: Tensor, query_parts: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries (a gate beside each counts as one more), keys and values, [tokens heads head_dim]."""
     head_dim = params.q_norm.weight.shape[0]
     found, expected = params.qkv.weight.shape[0], (query_parts + 2 * kv_heads) * head_dim
@@ -130,15 +116,6 @@ def _projected(
     mixed = rearrange(project(params.qkv, x), "tokens (heads dim) -> tokens heads dim", dim=head_dim)
     q, k, v = mixed.split((query_parts, kv_heads, kv_heads), -2)
     return q, k, v
-
-
-def _turned(
-    params: Attention | GatedAttention, q: Tensor, k: Tensor, rotary: tuple[Tensor, Tensor], eps: float
-) -> tuple[Tensor, Tensor]:
-    """Queries and keys, normalised head by head and turned to their places."""
-    q = normalised(params.q_norm, q, eps=eps)
-    k = normalised(params.k_norm, k, eps=eps)
-    return ops.rotary(q, k, *rotary)
 
 
 def attend(

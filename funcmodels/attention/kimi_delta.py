@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lowering import ops
 from params.sharding import Inputs, Outputs
-from params.spec import TensorSpec
-from params.tree import exactly, tree, unchecked
+from params.spec import leaf
+from params.tree import exactly, tree
 
-from ..blocks.linear import Linear, Norm, linear_spec, project
+from ..blocks.linear import Linear, Norm, project
 from ..state.step import Step
 from .gated_delta import DeltaNetState, DeltaTrails
 
@@ -23,7 +23,8 @@ class KimiDelta:
     """`in_proj` rows: queries, keys and values (these pass the convolution), write strengths b, latents of two gates.
 
     `forget` and `gate` make of them a log decay a channel of keys, before its activation, and a gate a channel of
-    values. Both have one width. Without `gate` the last rows are not a latent, but that gate itself.
+    values. Both have one width. Without `gate` the last rows are not a latent, but that gate itself. Gate parameters
+    stay float32 whatever the model runs in.
     """
 
     in_proj: Linear
@@ -35,30 +36,31 @@ class KimiDelta:
     norm: Norm
     out: Linear
 
-
-def kimi_delta_spec(
-    hidden: int, heads: int, head_dim: int, width: int, *, full_rank_gate: bool = False,
-    dtype: torch.dtype | None = None,
-) -> KimiDelta:  # fmt: skip
-    """Spec of the parameters. Gate parameters stay float32 whatever the model runs in.
-
-    `dtype` is that of the convolution and the norm where it is not the model's.
-    """
-    inner = heads * head_dim
-    each, latent = (inner, heads), (head_dim, None)
-    rows = (*(each,) * 3, (heads, heads), latent, each if full_rank_gate else latent)
-    of_heads = Outputs((each,))
-    return unchecked(
-        KimiDelta,
-        in_proj=linear_spec(hidden, *(count for count, _ in rows), shard=Outputs(rows)),
-        conv=TensorSpec((3 * inner, width), "conv", dtype, parts=(inner,) * 3, shard=Outputs((each,) * 3)),
-        forget=linear_spec(head_dim, inner, shard=of_heads),
-        a_log=TensorSpec((heads,), "log_uniform", torch.float32, shard=Outputs(((heads, heads),))),
-        dt_bias=TensorSpec((inner,), "inverse_softplus", torch.float32, shard=of_heads),
-        gate=None if full_rank_gate else linear_spec(head_dim, inner, shard=of_heads),
-        norm=unchecked(Norm, weight=TensorSpec((head_dim,), "ones", dtype)),
-        out=linear_spec(inner, hidden, shard=Inputs(heads)),
-    )
+    @staticmethod
+    def spec(
+        hidden: int,
+        heads: int,
+        head_dim: int,
+        width: int,
+        *,
+        full_rank_gate: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> KimiDelta:
+        """Spec of the parameters. `dtype` is that of convolution and norm where it is not the model's."""
+        inner = heads * head_dim
+        each, latent = (inner, heads), (head_dim, None)
+        rows = (*(each,) * 3, (heads, heads), latent, each if full_rank_gate else latent)
+        of_heads = Outputs((each,))
+        return KimiDelta(
+            in_proj=Linear.spec(hidden, *(count for count, _ in rows), shard=Outputs(rows)),
+            conv=leaf((3 * inner, width), "conv", dtype, parts=(inner,) * 3, shard=Outputs((each,) * 3)),
+            forget=Linear.spec(head_dim, inner, shard=of_heads),
+            a_log=leaf((heads,), "log_uniform", torch.float32, shard=Outputs(((heads, heads),))),
+            dt_bias=leaf((inner,), "inverse_softplus", torch.float32, shard=of_heads),
+            gate=None if full_rank_gate else Linear.spec(head_dim, inner, shard=of_heads),
+            norm=Norm.spec(head_dim, dtype),
+            out=Linear.spec(inner, hidden, shard=Inputs(heads)),
+        )
 
 
 def kimi_delta(

@@ -19,10 +19,10 @@ from lowering.ops import LatentPools, LatentQueries
 from lowering.weights import PreparedWeight, plain
 from params.quant.values import QuantizedWeight
 from params.sharding import Inputs, Outputs
-from params.spec import TensorSpec
-from params.tree import exactly, leaves, tree, unchecked
+from params.spec import leaf
+from params.tree import exactly, leaves, put, tree
 
-from ..blocks.linear import Linear, Norm, PrepareWeight, linear_spec, norm_spec, normalised, project
+from ..blocks.linear import BiasedLinear, Linear, Norm, PrepareWeight, normalised, project
 from ..errors import StateError
 from ..state.state import Appended
 from ..state.step import Step, writable
@@ -38,7 +38,7 @@ class UpProjection:
 
     def lower_weights(self, prepare: PrepareWeight) -> UpProjection:
         """With the weight in the layout of the kernel that will read it."""
-        return unchecked(UpProjection, weight=prepare("mla_prefix_attention", self.weight))
+        return put(self, "weight", prepare("mla_prefix_attention", self.weight))
 
 
 @tree
@@ -58,6 +58,27 @@ class LatentAttention:
     up: UpProjection
     out: Linear
 
+    @staticmethod
+    def spec(
+        hidden: int, heads: int, nope_dim: int, rope_dim: int, v_dim: int, q_rank: int, latent_dim: int, bias: bool,
+        *, gated: bool = False,
+    ) -> LatentAttention:  # fmt: skip
+        """Spec of the parameters. With `q_rank` 0 queries have no latent, never a bias; `gated` adds output gates."""
+        queries, ups = heads * (nope_dim + rope_dim), heads * (nope_dim + v_dim)
+        gates = ((heads * v_dim, heads),) if gated else ()
+        rows = ((q_rank, None) if q_rank else (queries, heads), (latent_dim + rope_dim, None), *gates)
+        whole = all(units is None for _, units in rows)
+        return LatentAttention(
+            down=Linear.spec(hidden, *(count for count, _ in rows), shard=None if whole else Outputs(rows)),
+            q_bias=leaf((q_rank,), "zeros") if bias and q_rank else None,
+            kv_bias=leaf((latent_dim + rope_dim,), "zeros") if bias else None,
+            q_norm=Norm.spec(q_rank) if q_rank else None,
+            q_up=Linear.spec(q_rank, queries, shard=Outputs(((queries, heads),))) if q_rank else None,
+            latent_norm=Norm.spec(latent_dim),
+            up=UpProjection(leaf((ups, latent_dim), shard=Outputs(((ups, heads),)))),
+            out=(BiasedLinear if bias else Linear).spec(heads * v_dim, hidden, shard=Inputs(heads)),
+        )
+
 
 @tree
 class LatentPages(Appended):
@@ -65,34 +86,6 @@ class LatentPages(Appended):
 
     latent: NdPages | NzPages
     rope: NdPages | NzPages
-
-
-def latent_attention_spec(
-    hidden: int, heads: int, nope_dim: int, rope_dim: int, v_dim: int, q_rank: int, latent_dim: int, bias: bool,
-    *, gated: bool = False,
-) -> LatentAttention:  # fmt: skip
-    """Spec of the parameters. With `q_rank` 0 queries have no latent, and never a bias; `gated` adds output gates."""
-    queries = heads * (nope_dim + rope_dim)
-    of_heads = Outputs(((queries, heads),))
-    gates = ((heads * v_dim, heads),) if gated else ()
-    rows = ((q_rank, None) if q_rank else (queries, heads), (latent_dim + rope_dim, None), *gates)
-    whole = all(units is None for _, units in rows)
-    return unchecked(
-        LatentAttention,
-        down=linear_spec(hidden, *(count for count, _ in rows), shard=None if whole else Outputs(rows)),
-        q_bias=TensorSpec((q_rank,), "zeros") if bias and q_rank else None,
-        kv_bias=TensorSpec((latent_dim + rope_dim,), "zeros") if bias else None,
-        q_norm=norm_spec(q_rank, "ones") if q_rank else None,
-        q_up=linear_spec(q_rank, queries, shard=of_heads) if q_rank else None,
-        latent_norm=norm_spec(latent_dim, "ones"),
-        up=unchecked(
-            UpProjection,
-            weight=TensorSpec(
-                (heads * (nope_dim + v_dim), latent_dim), shard=Outputs(((heads * (nope_dim + v_dim), heads),))
-            ),
-        ),
-        out=linear_spec(heads * v_dim, hidden, bias=bias, shard=Inputs(heads)),
-    )
 
 
 def latent_pages(

@@ -17,9 +17,9 @@ from torch import Tensor
 from lowering import Rows, ops
 from lowering.ops.sparse import as_pages, selects_all
 from params.sharding import Inputs, Outputs
-from params.tree import exactly, tree, unchecked
+from params.tree import exactly, tree
 
-from ..blocks.linear import GemmaNorm, Linear, Norm, linear_spec, norm_spec, normalised, project
+from ..blocks.linear import GemmaNorm, Linear, Norm, normalised, project
 from ..errors import StateError
 from ..state.state import Appended
 from ..state.step import Step, writable
@@ -52,6 +52,22 @@ class IndexedAttention:
     index_q_norm: Norm
     index_k_norm: Norm
 
+    @staticmethod
+    def spec(hidden: int, heads: int, kv_heads: int, head_dim: int, index: IndexSizes) -> IndexedAttention:
+        """Spec of the parameters. Every rank selects for itself, from the one index that all heads share."""
+        keys = kv_heads * head_dim
+        parts = (2 * heads * head_dim, keys, keys, (index.heads + 1) * index.dim)
+        shard = Outputs(tuple(zip(parts, (heads, kv_heads, kv_heads, None), strict=True)))
+        norm, index_norm = GemmaNorm.spec(head_dim), GemmaNorm.spec(index.dim)
+        return IndexedAttention(
+            qkv=Linear.spec(hidden, *parts, shard=shard),
+            out=Linear.spec(heads * head_dim, hidden, shard=Inputs(heads)),
+            q_norm=norm,
+            k_norm=norm,
+            index_q_norm=index_norm,
+            index_k_norm=index_norm,
+        )
+
 
 @tree
 class IndexedPages(Appended):
@@ -73,23 +89,6 @@ class Selection:
 
     blocks: Int[Tensor, "tokens top_k"] | None
     gate: Float[Tensor, "tokens heads head_dim"]
-
-
-def indexed_attention_spec(
-    hidden: int, heads: int, kv_heads: int, head_dim: int, index: IndexSizes
-) -> IndexedAttention:
-    """Spec of the parameters."""
-    keys = kv_heads * head_dim
-    # Every rank selects for itself, from the one index that all heads share.
-    parts, units = (2 * heads * head_dim, keys, keys, (index.heads + 1) * index.dim), (heads, kv_heads, kv_heads, None)
-    norms = {name: norm_spec(head_dim, "zeros") for name in ("q_norm", "k_norm")}
-    norms |= {name: norm_spec(index.dim, "zeros") for name in ("index_q_norm", "index_k_norm")}
-    return unchecked(
-        IndexedAttention,
-        qkv=linear_spec(hidden, *parts, shard=Outputs(tuple(zip(parts, units, strict=True)))),
-        out=linear_spec(heads * head_dim, hidden, shard=Inputs(heads)),
-        **norms,
-    )
 
 
 def indexed_pages(

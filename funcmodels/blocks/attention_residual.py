@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lowering import ops
-from params.spec import TensorSpec
-from params.tree import tree, unchecked
+from params.spec import leaf
+from params.tree import tree
 
 
 @tree
@@ -21,10 +21,10 @@ class AttentionResidual:
     norm: Float[Tensor, " hidden"]
     proj: Float[Tensor, " hidden"]
 
-
-def attention_residual_spec(hidden: int) -> AttentionResidual:
-    """Spec of the parameters."""
-    return unchecked(AttentionResidual, norm=TensorSpec((hidden,), "ones"), proj=TensorSpec((hidden,)))
+    @staticmethod
+    def spec(hidden: int) -> AttentionResidual:
+        """Spec of the parameters."""
+        return AttentionResidual(norm=leaf((hidden,), "ones"), proj=leaf((hidden,)))
 
 
 def attention_residual(

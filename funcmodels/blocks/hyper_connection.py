@@ -6,8 +6,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lowering import ops
-from params.spec import TensorSpec
-from params.tree import exactly, tree, unchecked
+from params.spec import leaf
+from params.tree import exactly, tree
 
 from .linear import Norm
 
@@ -24,17 +24,13 @@ class HyperConnection:
     down: Float[Tensor, "outputs joined"]
     up: Float[Tensor, "joined rank"]
 
-
-def hyper_connection_spec(hidden: int, streams: int, rank: int, *, writes: bool = True) -> HyperConnection:
-    """Spec of the parameters."""
-    joined = streams * hidden
-    parts = (rank, streams) if writes else None
-    return unchecked(
-        HyperConnection,
-        norm=unchecked(Norm, weight=TensorSpec((joined,), "zeros")),
-        down=TensorSpec((sum(parts or (rank,)), joined), parts=parts),
-        up=TensorSpec((joined, rank)),
-    )
+    @staticmethod
+    def spec(hidden: int, streams: int, rank: int, *, writes: bool = True) -> HyperConnection:
+        """Spec of the parameters; one that does not write back only reads."""
+        joined = streams * hidden
+        parts = (rank, streams) if writes else None
+        down = leaf((sum(parts or (rank,)), joined), parts=parts)
+        return HyperConnection(Norm(leaf((joined,), "zeros")), down, leaf((joined, rank)))
 
 
 def read_streams(

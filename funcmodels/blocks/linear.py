@@ -8,19 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowering import ops
 from lowering.weights import PreparedWeight
 from params.quant.values import QuantizedWeight
-from params.sharding import Inputs, Outputs, Vocabulary
-from params.spec import Init, TensorSpec
-from params.tree import exactly, tree, unchecked
+from params.sharding import Outputs, Rule, Vocabulary
+from params.spec import Init, leaf
+from params.tree import exactly, put, tree
 
 PrepareWeight = Callable[[str, Any], Any]
+L = TypeVar("L", bound="Linear")
+N = TypeVar("N", bound="Norm")
 
 
 @tree
@@ -32,9 +35,19 @@ class Linear:
 
     weight: Float[Tensor, "outputs inputs"] | QuantizedWeight | PreparedWeight
 
-    def lower_weights(self, prepare: PrepareWeight) -> Linear:
+    @staticmethod
+    def spec(inputs: int, *parts: int, shard: Rule | None = None) -> Linear:
+        """Spec of a projection from `inputs` to the sum of `parts`, which ranks share as `shard` says."""
+        return Linear(leaf((sum(parts), inputs), parts=parts if len(parts) > 1 else None, shard=shard))
+
+    @staticmethod
+    def head_spec(vocab: int, hidden: int) -> Linear:
+        """Spec of an output projection of its own."""
+        return Linear.spec(hidden, vocab, shard=Vocabulary())
+
+    def lower_weights(self: L, prepare: PrepareWeight) -> L:
         """With the weight in the layout of the kernel that will read it."""
-        return unchecked(Linear, weight=prepare("linear", self.weight))
+        return put(self, "weight", prepare("linear", self.weight))
 
 
 @tree
@@ -43,9 +56,13 @@ class BiasedLinear(Linear):
 
     bias: Float[Tensor, " outputs"]
 
-    def lower_weights(self, prepare: PrepareWeight) -> BiasedLinear:
-        """With the weight in the layout of the kernel that will read it."""
-        return unchecked(BiasedLinear, weight=prepare("linear", self.weight), bias=self.bias)
+    @staticmethod
+    def spec(inputs: int, *parts: int, shard: Rule | None = None) -> BiasedLinear:
+        """Spec of a projection as `Linear.spec` gives it, and of its bias."""
+        # What is added up of several ranks gets its bias once, after that.
+        own = shard if isinstance(shard, Outputs) else None
+        bias = leaf((sum(parts),), "zeros", parts=parts if len(parts) > 1 else None, shard=own)
+        return BiasedLinear(Linear.spec(inputs, *parts, shard=shard).weight, bias)
 
 
 @tree
@@ -54,6 +71,11 @@ class Embedding:
 
     weight: Float[Tensor, "vocab hidden"]
     head: Any = None
+
+    @staticmethod
+    def spec(vocab: int, hidden: int) -> Embedding:
+        """Spec of a token table."""
+        return Embedding(leaf((vocab, hidden), shard=Vocabulary()))
 
     def lower_weights(self, prepare: PrepareWeight) -> Embedding:
         """With a copy of the weight in the layout that the head's projection wants."""
@@ -66,38 +88,25 @@ class Norm:
     """The weight of a root-mean-square norm."""
 
     by_kind: ClassVar[bool] = True
+    initial: ClassVar[Init] = "ones"
 
     weight: Float[Tensor, " dim"]
+
+    @classmethod
+    def spec(cls: type[N], dim: int, dtype: torch.dtype | None = None) -> N:
+        """Spec of a norm that changes no direction at first; `dtype` where it is not the model's."""
+        return cls(leaf((dim,), cls.initial, dtype))
 
 
 @tree
 class GemmaNorm(Norm):
     """The weight of a norm that multiplies by one plus it."""
 
+    initial: ClassVar[Init] = "zeros"
+
     def lower_weights(self, prepare: PrepareWeight) -> GemmaNorm:
         """With the weight in the layout of the kernel that will read it."""
-        return unchecked(GemmaNorm, weight=prepare("gemma_rms_norm", self.weight))
-
-
-def linear_spec(inputs: int, *parts: int, bias: bool = False, shard: Outputs | Inputs | None = None) -> Linear:
-    """Spec of a projection from `inputs` to the sum of `parts`, which ranks share as `shard` says."""
-    merged = parts if len(parts) > 1 else None
-    weight = TensorSpec((sum(parts), inputs), parts=merged, shard=shard)
-    if not bias:
-        return unchecked(Linear, weight=weight)
-    # What is added up of several ranks gets its bias once, after that.
-    own = shard if isinstance(shard, Outputs) else None
-    return unchecked(BiasedLinear, weight=weight, bias=TensorSpec((sum(parts),), "zeros", parts=merged, shard=own))
-
-
-def embedding_spec(vocab: int, hidden: int) -> Embedding:
-    """Spec of a token table."""
-    return unchecked(Embedding, weight=TensorSpec((vocab, hidden), shard=Vocabulary()), head=None)
-
-
-def head_spec(vocab: int, hidden: int) -> Linear:
-    """Spec of an output projection of its own."""
-    return unchecked(Linear, weight=TensorSpec((vocab, hidden), shard=Vocabulary()))
+        return put(self, "weight", prepare("gemma_rms_norm", self.weight))
 
 
 def project(params: Linear, x: Float[Tensor, "*lead inputs"]) -> Float[Tensor, "*lead outputs"]:
@@ -105,11 +114,6 @@ def project(params: Linear, x: Float[Tensor, "*lead inputs"]) -> Float[Tensor, "
     if type(params) is BiasedLinear:
         return ops.linear(x, params.weight) + params.bias
     return ops.linear(x, exactly(params, Linear).weight)
-
-
-def norm_spec(dim: int, init: Init) -> Norm:
-    """Spec of a norm weight; gemma norms start at zeros, plain ones at ones."""
-    return unchecked(GemmaNorm if init == "zeros" else Norm, weight=TensorSpec((dim,), init))
 
 
 def normalised(params: Norm, x: Float[Tensor, "*lead dim"], *, eps: float) -> Float[Tensor, "*lead dim"]:

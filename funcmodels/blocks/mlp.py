@@ -13,10 +13,10 @@ from lowering.ops.mlp import Caps
 from lowering.weights import PreparedWeight
 from params.quant.values import QuantizedWeight
 from params.sharding import Inputs, OfExperts, Outputs
-from params.spec import TensorSpec
-from params.tree import exactly, tree, unchecked
+from params.spec import leaf
+from params.tree import exactly, put, tree
 
-from .linear import Linear, PrepareWeight, linear_spec, project
+from .linear import Linear, PrepareWeight, project
 
 
 @tree
@@ -25,6 +25,12 @@ class Mlp:
 
     gate_up: Linear
     down: Linear
+
+    @staticmethod
+    def spec(hidden: int, inner: int) -> Mlp:
+        """Spec of a SwiGLU block."""
+        gate_up = Linear.spec(hidden, inner, inner, shard=Outputs(((inner, inner),) * 2))
+        return Mlp(gate_up, Linear.spec(inner, hidden, shard=Inputs(inner)))
 
 
 @tree
@@ -36,9 +42,16 @@ class Experts:
     gate_up: Float[Tensor, "experts twice_inner hidden"] | QuantizedWeight | PreparedWeight
     down: Float[Tensor, "experts hidden inner"] | QuantizedWeight | PreparedWeight
 
+    @staticmethod
+    def spec(hidden: int, experts: int, inner: int) -> Experts:
+        """Spec of routed experts, stacked."""
+        gate_up = leaf((experts, 2 * inner, hidden), shard=OfExperts(Outputs(((inner, inner),) * 2)))
+        return Experts(gate_up, leaf((experts, hidden, inner), shard=OfExperts(Inputs(inner))))
+
     def lower_weights(self, prepare: PrepareWeight) -> Experts:
         """With the weights in the layout of the kernel that will read them."""
-        return unchecked(Experts, gate_up=prepare("experts", self.gate_up), down=prepare("experts", self.down))
+        prepared = put(self, "gate_up", prepare("experts", self.gate_up))
+        return put(prepared, "down", prepare("experts", self.down))
 
 
 @tree
@@ -50,6 +63,16 @@ class SharedExpertMoe:
     shared: Mlp
     shared_gate: Linear
 
+    @staticmethod
+    def spec(hidden: int, experts: int, inner: int, shared_inner: int) -> SharedExpertMoe:
+        """Spec of `experts` routed experts and the shared one, of these widths."""
+        return SharedExpertMoe(
+            router=Linear.spec(hidden, experts),
+            experts=Experts.spec(hidden, experts, inner),
+            shared=Mlp.spec(hidden, shared_inner),
+            shared_gate=Linear.spec(hidden, 1),
+        )
+
 
 @tree
 class GroupedMoe:
@@ -58,6 +81,12 @@ class GroupedMoe:
     router: Linear
     experts: Experts
     shared: Mlp
+
+    @staticmethod
+    def spec(hidden: int, experts: int, inner: int, shared_inner: int) -> GroupedMoe:
+        """Spec of `experts` routed experts and the shared one, of these widths."""
+        router = Linear(leaf((experts, hidden), dtype=torch.float32))
+        return GroupedMoe(router, Experts.spec(hidden, experts, inner), Mlp.spec(hidden, shared_inner))
 
 
 @tree
@@ -69,6 +98,12 @@ class BiasedRouter:
     weight: Float[Tensor, "experts hidden"] | QuantizedWeight | PreparedWeight
     bias: Float[Tensor, " experts"]
 
+    @staticmethod
+    def spec(hidden: int, experts: int) -> BiasedRouter:
+        """Spec of a router among `experts`."""
+        weight = leaf((experts, hidden), dtype=torch.float32)
+        return BiasedRouter(weight, leaf((experts,), "zeros", torch.float32))
+
 
 @tree
 class Routing:
@@ -76,42 +111,6 @@ class Routing:
 
     ids: Int[Tensor, "*layers tokens choices"]
     weights: Float[Tensor, "*layers tokens choices"]
-
-
-def mlp_spec(hidden: int, inner: int) -> Mlp:
-    """Spec of a SwiGLU block."""
-    return unchecked(
-        Mlp, gate_up=linear_spec(hidden, inner, inner, shard=Outputs(((inner, inner),) * 2)),
-        down=linear_spec(inner, hidden, shard=Inputs(inner)),
-    )  # fmt: skip
-
-
-def moe_spec(hidden: int, experts: int, inner: int, shared_inner: int) -> SharedExpertMoe:
-    """Spec of a mixture of experts with a shared expert."""
-    return unchecked(
-        SharedExpertMoe, router=linear_spec(hidden, experts), experts=experts_spec(hidden, experts, inner),
-        shared=mlp_spec(hidden, shared_inner), shared_gate=linear_spec(hidden, 1),
-    )  # fmt: skip
-
-
-def grouped_moe_spec(hidden: int, experts: int, inner: int, shared_inner: int) -> GroupedMoe:
-    """Spec of a mixture of experts with a shared expert without a gate."""
-    router = unchecked(Linear, weight=TensorSpec((experts, hidden), dtype=torch.float32))
-    routed = experts_spec(hidden, experts, inner)
-    return unchecked(GroupedMoe, router=router, experts=routed, shared=mlp_spec(hidden, shared_inner))
-
-
-def biased_router_spec(hidden: int, experts: int) -> BiasedRouter:
-    """Spec of a router whose choice has a bias."""
-    weight, bias = TensorSpec((experts, hidden), dtype=torch.float32), TensorSpec((experts,), "zeros", torch.float32)
-    return unchecked(BiasedRouter, weight=weight, bias=bias)
-
-
-def experts_spec(hidden: int, experts: int, inner: int) -> Experts:
-    """Spec of routed experts, stacked."""
-    gate_up = TensorSpec((experts, 2 * inner, hidden), shard=OfExperts(Outputs(((inner, inner),) * 2)))
-    down = TensorSpec((experts, hidden, inner), shard=OfExperts(Inputs(inner)))
-    return unchecked(Experts, gate_up=gate_up, down=down)
 
 
 def mlp(params: Mlp, x: Float[Tensor, "tokens hidden"], *, caps: Caps | None = None) -> Float[Tensor, "tokens hidden"]:

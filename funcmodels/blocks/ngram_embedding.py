@@ -19,12 +19,13 @@ from torch import Tensor
 from lowering import ops
 from lowering.ops import ContextTrail, WindowTrail
 from params import MappedRows
-from params.spec import Constant, TensorSpec
-from params.tree import exactly, static, tree, unchecked
+from params.constants import Constant
+from params.spec import leaf
+from params.tree import exactly, static, tree
 
 from ..state.state import Recurrent
 from ..state.step import Step
-from .linear import Linear, Norm, linear_spec, project
+from .linear import Linear, Norm, project
 
 
 @tree
@@ -45,6 +46,33 @@ class NgramEmbedding:
     sizes: tuple[int, ...] = static()
     offsets: tuple[int, ...] = static()
     end: int = static()
+
+    @staticmethod
+    def spec(
+        hidden: int, streams: int, *, dim: int, width: int, heads: int, order: int, index: int, base: int, divisor: int,
+        shards: int, vocab: int, seed: int, end: int,
+    ) -> NgramEmbedding:  # fmt: skip
+        """Spec of the n-gram embedding that is number `index` of the model's, of n-grams up to `order` tokens.
+
+        Each of `heads` hashes an order reads `dim` / (heads of all orders) channels. The table has as many rows as the
+        hashes can reach, rounded up to a multiple of `divisor`, and stands in checkpoints as `shards` tensors.
+        """
+        joined, count = streams * hidden, heads * (order - 1)
+        sizes = hash_sizes(base, count, index)
+        buckets = -(-sum(sizes) // divisor) * divisor
+        norm = Norm(leaf((joined,), "zeros"))
+        return NgramEmbedding(
+            table=leaf((buckets, dim // count), parts=shard_rows(buckets, shards), table=True),
+            key_value=Linear.spec(dim, joined, hidden),
+            key_norm=norm,
+            query_norm=norm,
+            conv_norm=norm,
+            conv=leaf((joined, width), "conv"),
+            multipliers=hash_multipliers(vocab, order, index, seed),
+            sizes=sizes,
+            offsets=(0, *itertools.accumulate(sizes[:-1])),
+            end=end,
+        )
 
     def constants(self) -> dict[str, Constant]:
         """The hash as checkpoints repeat it, and the scale of a table, which must be none."""
@@ -79,32 +107,6 @@ class NgramState(Recurrent):
         return NgramState(window, self.trail.context.at(accepted, self.context.shape[1]))
 
 
-def ngram_embedding_spec(
-    hidden: int, streams: int, *, dim: int, width: int, heads: int, order: int, index: int, base: int, divisor: int,
-    shards: int, vocab: int, seed: int, end: int,
-) -> NgramEmbedding:  # fmt: skip
-    """Spec of the n-gram embedding that is number `index` of the model's, of n-grams up to `order` tokens.
-
-    Each of `heads` hashes an order reads `dim` / (heads of all orders) channels. The table has as many rows as the
-    hashes can reach, rounded up to a multiple of `divisor`, and stands in checkpoints as `shards` tensors.
-    """
-    joined, count = streams * hidden, heads * (order - 1)
-    sizes = hash_sizes(base, count, index)
-    offsets = (0, *itertools.accumulate(sizes[:-1]))
-    buckets = -(-sum(sizes) // divisor) * divisor
-    norms = {name: unchecked(Norm, weight=TensorSpec((joined,), "zeros")) for name in _NORMS}
-    return unchecked(
-        NgramEmbedding,
-        table=TensorSpec((buckets, dim // count), parts=shard_rows(buckets, shards), table=True),
-        key_value=linear_spec(dim, joined, hidden),
-        conv=TensorSpec((joined, width), "conv"),
-        multipliers=hash_multipliers(vocab, order, index, seed), sizes=sizes, offsets=offsets, end=end, **norms,
-    )  # fmt: skip
-
-
-_NORMS = ("key_norm", "query_norm", "conv_norm")
-
-
 def shard_rows(rows: int, shards: int) -> tuple[int, ...]:
     """Rows of each shard of a table: equally many, the last perhaps fewer, and none without rows."""
     each = -(-rows // shards)
@@ -137,7 +139,8 @@ def ngram_embedding(
     )  # fmt: skip
     embedded = ops.table_rows(ids, params.table).to(x.dtype)
     key, value = project(params.key_value, embedded).split((streams * hidden, hidden), -1)
-    key_norm, query_norm, conv_norm = (exactly(getattr(params, name), Norm).weight for name in _NORMS)
+    norms = (params.key_norm, params.query_norm, params.conv_norm)
+    key_norm, query_norm, conv_norm = (exactly(norm, Norm).weight for norm in norms)
     key = ops.grouped_gemma_rms_norm(key, key_norm, groups=streams, eps=eps)
     query = ops.grouped_gemma_rms_norm(x.flatten(1), query_norm, groups=streams, eps=eps)
     gated, gates = ops.ngram_gate(key.view_as(x), query.view_as(x), value)

@@ -19,7 +19,8 @@ import params as checkpoints
 from params.errors import CheckpointError, ConfigError
 
 from ..config import TIED, text_fields
-from ..model import FAMILIES, Model
+from ..model import Model
+from ..models import FAMILIES
 
 WITH_WEIGHTS = (
     "*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx",

@@ -21,22 +21,21 @@ from torch import Tensor
 
 from lowering import captured_with, ops
 from params.modes import lasting
-from params.spec import Init, TensorSpec
-from params.tree import exactly, put, tree, unchecked
+from params.spec import leaf
+from params.tree import exactly, put, tree
 
 from ..attention.gqa import Attention, KeyValuePages, key_value_pages
 from ..blocks.linear import (
+    GemmaNorm,
     Linear,
     Norm,
     add_normalised,
     head_weight,
-    linear_spec,
     look_up,
-    norm_spec,
     normalised,
     project,
 )
-from ..blocks.mlp import Mlp, mlp, mlp_spec
+from ..blocks.mlp import Mlp, mlp
 from ..model import Model, at_least_one
 from ..output import Output
 from ..sampling.draws import DraftNoise
@@ -45,7 +44,7 @@ from ..state.state import State, check_usable, commit, like, rewound
 from ..state.step import Step, begin, finish, text_positions, writable
 from .block_config import BlockConfig
 from .checks import check_carry, check_embedded, check_empty, check_noise, check_output
-from .markov import Markov, markov_spec
+from .markov import Markov
 from .protocol import Carry, Draft, DraftedParams, Proposal, extend_inputs, kept_tokens, propose_inputs
 
 Angles = tuple[Tensor, Tensor]
@@ -62,6 +61,13 @@ class Layer:
     attn: Attention
     post_norm: Norm
     mlp: Mlp
+
+    @staticmethod
+    def spec(config: BlockConfig, norm: type[Norm]) -> Layer:
+        """Spec of the parameters, with norms of this kind."""
+        hidden, heads = config.hidden_size, (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        attn = Attention.spec(hidden, *heads, norm=norm)
+        return Layer(norm.spec(hidden), attn, norm.spec(hidden), Mlp.spec(hidden, config.intermediate_size))
 
 
 @tree
@@ -81,36 +87,20 @@ class BlockParams:
     ids: Int[Tensor, " draft_vocab"] | None
     context: Linear | None
 
-
-def block_spec(config: BlockConfig) -> BlockParams:
-    """The parameter tree of a checkpoint with a `TensorSpec` at each leaf."""
-    hidden, vocab = config.hidden_size, config.draft_vocab_size
-    norm = norm_spec(hidden, _init(config))
-    return unchecked(
-        BlockParams,
-        fc=linear_spec(len(config.target_layer_ids) * hidden, hidden),
-        hidden_norm=norm,
-        layers=tuple(_layer_spec(config) for _ in range(config.num_hidden_layers)),
-        norm=norm,
-        markov=markov_spec(config),
-        ids=TensorSpec((vocab,), "zeros", dtype=torch.int64) if vocab else None,
-        context=None,
-    )
-
-
-def _layer_spec(config: BlockConfig) -> Layer:
-    hidden, norm = config.hidden_size, norm_spec(config.hidden_size, _init(config))
-    of_heads = norm_spec(config.head_dim, _init(config))
-    q, kv = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
-    attn = unchecked(
-        Attention, qkv=linear_spec(hidden, q, kv, kv), out=linear_spec(q, hidden), q_norm=of_heads, k_norm=of_heads
-    )
-    feed = mlp_spec(hidden, config.intermediate_size)
-    return unchecked(Layer, input_norm=norm, attn=attn, post_norm=norm, mlp=feed)
-
-
-def _init(config: BlockConfig) -> Init:
-    return "zeros" if config.use_gemma_norm else "ones"
+    @staticmethod
+    def spec(config: BlockConfig) -> BlockParams:
+        """The parameter tree of a checkpoint with a `TensorSpec` at each leaf."""
+        hidden, vocab = config.hidden_size, config.draft_vocab_size
+        norm = GemmaNorm if config.use_gemma_norm else Norm
+        return BlockParams(
+            fc=Linear.spec(len(config.target_layer_ids) * hidden, hidden),
+            hidden_norm=norm.spec(hidden),
+            layers=tuple(Layer.spec(config, norm) for _ in range(config.num_hidden_layers)),
+            norm=norm.spec(hidden),
+            markov=Markov.spec(config),
+            ids=leaf((vocab,), "zeros", torch.int64) if vocab else None,
+            context=None,
+        )
 
 
 def with_context(params: BlockParams) -> BlockParams:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import config as configs
-from ..models.qwen3_5_config import rope_section_rules, rope_sections
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 DFLASH = ("DFlashDraftModel",)
@@ -78,7 +77,7 @@ class BlockConfig:
 def read_config(given: Mapping[str, Any], target_layers: int) -> BlockConfig:
     """The config of a draft for a model of `target_layers` layers. Raises `ConfigError`."""
     fields = _fields(given)
-    rope = next(iter(rope_sections(fields).values()), {})
+    rope = next(iter(configs.rope_sections(fields).values()), {})
     fields |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
     fields |= {"architecture": _architecture(given), "block_size": fields.get("block_size", _default_block(given))}
     layers = configs.layer_count(fields)
@@ -174,7 +173,7 @@ def _option_rules(fields: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
         yield not value, f"{name} {value!r} is not supported; only drafts without it are"
     yield fields.get("output_multiplier", 1) == 1, f"output_multiplier {fields.get('output_multiplier')} is not 1"
     yield fields.get("hidden_act", "silu") == "silu", f"hidden_act {fields.get('hidden_act')!r} is not supported"
-    yield from rope_section_rules(rope_sections(fields))
+    yield from configs.rope_section_rules(configs.rope_sections(fields))
 
 
 _POSITIVE = (

@@ -20,5 +20,5 @@ class DFlashDraft(BlockDraft):
         self, own: BlockParams, base: Float[Tensor, "rows vocab"], hidden: Float[Tensor, "rows hidden"],
         before: Int[Tensor, " rows"], memory: Any,
     ) -> tuple[Float[Tensor, "rows vocab"], Any]:  # fmt: skip
-        """Those of the row itself."""
+        """The logits of the row itself."""
         return base, memory

@@ -30,7 +30,7 @@ class DSparkDraft(BlockDraft):
         self, own: BlockParams, base: Float[Tensor, "rows vocab"], hidden: Float[Tensor, "rows hidden"],
         before: Int[Tensor, " rows"], memory: Any,
     ) -> tuple[Float[Tensor, "rows vocab"], Any]:  # fmt: skip
-        """Those of the row, corrected by the token before; those of the row itself where there is no Markov head."""
+        """The row's logits, corrected by the token before, or as they are where there is no Markov head."""
         return (base, memory) if own.markov is None else corrected(own.markov, base, hidden, before, memory)
 
     def likeliest(

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lowering import ops
 from lowering.ops.greedy import rounded_sum
-from params.spec import TensorSpec
-from params.tree import exactly, tree, unchecked
+from params.spec import leaf
+from params.tree import exactly, tree
 
-from ..blocks.linear import BiasedLinear, Linear, linear_spec, project
+from ..blocks.linear import BiasedLinear, Linear, project
 from .block_config import BlockConfig
 
 
@@ -29,6 +29,19 @@ class Markov:
 
     w1: Float[Tensor, "vocab rank"]
     w2: Linear
+
+    @staticmethod
+    def spec(config: BlockConfig) -> Markov | None:
+        """Spec of the head that a config asks for, None where it asks for none."""
+        rank, hidden, vocab = config.markov_rank, config.hidden_size, config.vocab_size
+        if rank == 0:
+            return None
+        tables = leaf((vocab, rank)), Linear.spec(rank, config.draft_vocab_size or vocab)
+        if config.markov_head_type == "gated":
+            return GatedMarkov(*tables, BiasedLinear.spec(hidden + rank, rank))
+        if config.markov_head_type == "rnn":
+            return RecurrentMarkov(*tables, BiasedLinear.spec(hidden + 2 * rank, 3 * rank))
+        return Markov(*tables)
 
 
 @tree
@@ -43,22 +56,6 @@ class RecurrentMarkov(Markov):
     """What is looked up updates a memory of the block's tokens: `joint` gives a gate, a candidate and an output."""
 
     joint: BiasedLinear
-
-
-def markov_spec(config: BlockConfig) -> Markov | None:
-    """Spec of the head that a config asks for, None where it asks for none."""
-    rank, hidden, vocab = config.markov_rank, config.hidden_size, config.vocab_size
-    if rank == 0:
-        return None
-    tables = {"w1": TensorSpec((vocab, rank)), "w2": linear_spec(rank, config.draft_vocab_size or vocab)}
-    if config.markov_head_type == "gated":
-        return unchecked(GatedMarkov, gate=linear_spec(hidden + rank, rank, bias=True), **tables)
-    if config.markov_head_type == "rnn":
-        joint = unchecked(
-            BiasedLinear, weight=TensorSpec((3 * rank, hidden + 2 * rank)), bias=TensorSpec((3 * rank,), "zeros")
-        )
-        return unchecked(RecurrentMarkov, joint=joint, **tables)
-    return unchecked(Markov, **tables)
 
 
 def corrected(

@@ -18,7 +18,8 @@ from lowering import captured_with, ops
 from lowering.jit.tape import beforehand
 from params.modes import lasting
 
-from ..model import Model, MtpHead, S, at_least_one
+from ..family import MtpHead
+from ..model import Model, S, at_least_one
 from ..output import LogitsOf, Output
 from ..sampling.draws import DraftNoise
 from ..state.batch import Batch

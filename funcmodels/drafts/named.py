@@ -17,14 +17,11 @@ from params.names.block_drafts import NAMES
 from ..checkpoint.loading import BUNDLED
 from ..config import check_layers
 from ..model import Model
-from .block import BlockDraft, block_spec, with_context
+from .block import BlockDraft, BlockParams, with_context
 from .block_config import DFLASH, BlockConfig, read_config
 from .dflash import DFlashDraft
 from .dspark import DSparkDraft
 from .mtp import MtpDraft
-
-SCALED_EMBEDDINGS = ("gemma3", "gemma3_text")
-"""Models that multiply what they look up; whether a block draft for one would too is not known."""
 
 
 @overload
@@ -63,7 +60,7 @@ def draft(
     _check_fit(model, config)
     tensors, place = checkpoints.tensor_names(directory), device_named(device)
     check_layers(config, len(tensors))
-    own = checkpoints.load(directory, block_spec(config), NAMES, dtype=dtype, device=place, tensors=tensors)
+    own = checkpoints.load(directory, BlockParams.spec(config), NAMES, dtype=dtype, device=place, tensors=tensors)
     return (DFlashDraft if config.architecture in DFLASH else DSparkDraft)(model, config, with_context(own))
 
 
@@ -78,7 +75,7 @@ def directory_of_draft(kind: str | Path) -> Path:
 
 
 def _layers(model: Model) -> int:
-    if model.config_json.get("model_type") in SCALED_EMBEDDINGS:
+    if model.family.scales_embeddings:
         raise ConfigError(
             f"draft: models of type {model.config_json['model_type']!r} scale their embeddings, and what a block draft "
             "would read of them is not known; give 'none'"

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lowering import Rows
 from lowering.ops.sampling import first_of
-from params.tree import map, tree
+from params.tree import tree, tree_map
 
 from ..output import Output
 from ..sampling.draws import DraftNoise, adjusted, coins, finite, keys_of, law, sample
@@ -46,11 +46,11 @@ class Carry:
 
     def where(self, new: Tensor, old: Carry) -> Carry:
         """This carry in the rows where `new` is true, `old` elsewhere."""
-        return map(lambda x, y: torch.where(new.reshape(-1, *(1,) * (x.ndim - 1)), x, y), self, old)
+        return tree_map(lambda x, y: torch.where(new.reshape(-1, *(1,) * (x.ndim - 1)), x, y), self, old)
 
     def select(self, rows: Int[Tensor, " rows"]) -> Carry:
         """The carry of `rows`."""
-        return map(lambda x: x[rows], self)
+        return tree_map(lambda x: x[rows], self)
 
 
 @tree

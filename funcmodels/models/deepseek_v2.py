@@ -6,6 +6,7 @@ Text models. Source: `DeepseekV2Config` and `DeepseekV2ForCausalLM` of transform
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,29 +14,26 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowering import ops
-from params.tree import tree, unchecked
+from lowering.layouts import LAYOUTS
+from params.names.deepseek_v2 import NAMES
+from params.tree import tree
 
-from ..attention.mla import LatentAttention, LatentPages, latent_attention, latent_attention_spec, latent_pages
+from ..attention.mla import LatentAttention, LatentPages, latent_attention, latent_pages
+from ..blocks.decoder import decoder_layers
 from ..blocks.linear import (
     Embedding,
     Linear,
     Norm,
-    add_normalised,
-    embedding_spec,
-    head_spec,
     head_weight,
     look_up,
-    norm_spec,
-    normalised,
 )
-from ..blocks.mlp import GroupedMoe, Mlp, grouped_moe, grouped_moe_spec, mlp, mlp_spec
+from ..blocks.mlp import GroupedMoe, Mlp, grouped_moe, mlp
+from ..family import Family
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state.batch import Batch
 from ..state.state import Entry, State
 from ..state.step import begin, finish, text_positions
 from .deepseek_v2_config import LATENT_EPS, DeepseekV2Config, read_config
-
-__all__ = ["DeepseekV2Config", "DeepseekV2Params", "forward", "init_entries", "param_spec", "read_config"]
 
 
 @tree
@@ -47,6 +45,19 @@ class Layer:
     post_norm: Norm
     mlp: Mlp | GroupedMoe
 
+    @staticmethod
+    def spec(config: DeepseekV2Config, routed: bool) -> Layer:
+        """Spec of a layer, with a mixture of experts where it is `routed`."""
+        hidden, inner = config.hidden_size, config.moe_intermediate_size
+        attn = LatentAttention.spec(
+            hidden, config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim,
+            config.q_lora_rank, config.kv_lora_rank, config.attention_bias,
+        )  # fmt: skip
+        feed = Mlp.spec(hidden, config.intermediate_size)
+        if routed:
+            feed = GroupedMoe.spec(hidden, config.n_routed_experts, inner, config.n_shared_experts * inner)
+        return Layer(Norm.spec(hidden), attn, Norm.spec(hidden), feed)
+
 
 @tree
 class DeepseekV2Params:
@@ -57,31 +68,13 @@ class DeepseekV2Params:
     norm: Norm
     head: Linear | None
 
-
-def param_spec(config: DeepseekV2Config) -> DeepseekV2Params:
-    """The parameter tree with a `TensorSpec` at each leaf."""
-    hidden = config.hidden_size
-    return unchecked(
-        DeepseekV2Params,
-        embed=embedding_spec(config.vocab_size, hidden),
-        layers=tuple(_layer_spec(config, routed) for routed in config.experts_in_layer),
-        norm=norm_spec(hidden, "ones"),
-        head=None if config.tie_word_embeddings else head_spec(config.vocab_size, hidden),
-    )
-
-
-def _layer_spec(config: DeepseekV2Config, routed: bool) -> Layer:
-    hidden, inner = config.hidden_size, config.moe_intermediate_size
-    attn = latent_attention_spec(
-        hidden, config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim,
-        config.q_lora_rank, config.kv_lora_rank, config.attention_bias,
-    )  # fmt: skip
-    if routed:
-        feed = grouped_moe_spec(hidden, config.n_routed_experts, inner, config.n_shared_experts * inner)
-    else:
-        feed = mlp_spec(hidden, config.intermediate_size)
-    norms = {name: norm_spec(hidden, "ones") for name in ("input_norm", "post_norm")}
-    return unchecked(Layer, attn=attn, mlp=feed, **norms)
+    @staticmethod
+    def spec(config: DeepseekV2Config) -> DeepseekV2Params:
+        """The parameter tree with a `TensorSpec` at each leaf."""
+        vocab, hidden = config.vocab_size, config.hidden_size
+        layers = tuple(Layer.spec(config, routed) for routed in config.experts_in_layer)
+        head = None if config.tie_word_embeddings else Linear.head_spec(vocab, hidden)
+        return DeepseekV2Params(Embedding.spec(vocab, hidden), layers, Norm.spec(hidden), head)
 
 
 def init_entries(
@@ -109,24 +102,19 @@ def forward(
     taps = Taps(outputs, _tap_names(config))
     step = begin(state, batch, keep_steps, axes=(1,), kinds=(LatentPages,) * config.num_hidden_layers)
     rotary = _rotary(config, text_positions(batch, step))
-    eps = config.rms_norm_eps
-    entries: list[Entry | None] = []
-    x = look_up(params.embed, batch.tokens)
-    normed = normalised(params.layers[0].input_norm, x, eps=eps)
-    next_norms = [layer.input_norm for layer in params.layers[1:]] + [params.norm]
-    for index, (layer, next_norm) in enumerate(zip(params.layers, next_norms, strict=True)):
-        mixed, entry = latent_attention(
-            layer.attn, normed, step.past(index, LatentPages), step, rotary,
+
+    def mix(index: int, attn: LatentAttention, x: Tensor) -> tuple[Tensor, Entry | None]:
+        return latent_attention(
+            attn, x, step.past(index, LatentPages), step, rotary,
             heads=config.num_attention_heads, nope_dim=config.qk_nope_head_dim, rope_dim=config.qk_rope_head_dim,
             v_dim=config.v_head_dim, scale=config.softmax_scale, eps=LATENT_EPS,
         )  # fmt: skip
-        normed, x = add_normalised(layer.post_norm, mixed, x, eps=eps)
-        fed = _feed_forward(config, layer.mlp, normed, index, taps)
-        normed, x = add_normalised(next_norm, fed, x, eps=eps)
-        taps.offer(f"layers.{index}", x)
-        entries.append(entry)
-    found = head_logits(normed, head_weight(params.embed, params.head), step, logits)
-    return Output(found, normed, taps.taken()), finish(step, entries)
+
+    feed = partial(_feed_forward, config, taps)
+    x = look_up(params.embed, batch.tokens)
+    hidden, entries = decoder_layers(params.layers, params.norm, x, mix, feed, taps, eps=config.rms_norm_eps)
+    found = head_logits(hidden, head_weight(params.embed, params.head), step, logits)
+    return Output(found, hidden, taps.taken()), finish(step, entries)
 
 
 def _tap_names(config: DeepseekV2Config) -> list[str]:
@@ -146,7 +134,7 @@ def _rotary(
 
 
 def _feed_forward(
-    config: DeepseekV2Config, params: Mlp | GroupedMoe, x: Float[Tensor, "tokens hidden"], index: int, taps: Taps
+    config: DeepseekV2Config, taps: Taps, index: int, params: Mlp | GroupedMoe, x: Float[Tensor, "tokens hidden"]
 ) -> Float[Tensor, "tokens hidden"]:
     if isinstance(params, Mlp):
         return mlp(params, x)
@@ -156,3 +144,15 @@ def _feed_forward(
     )
     taps.offer(f"layers.{index}.router", routing)
     return y
+
+
+FAMILY = Family(
+    model_types=("deepseek_v2",),
+    read_config=read_config,
+    params=DeepseekV2Params,
+    names=NAMES,
+    init_entries=init_entries,
+    forward=forward,
+    layouts=tuple(LAYOUTS),
+    heads=("num_attention_heads",),
+)

@@ -117,7 +117,7 @@ def read_config(given: Mapping[str, Any]) -> DeepseekV2Config:
     named |= {name: rope.get(name) for name in _ROPE} | {"rope_type": kind}
     config = configs.read(DeepseekV2Config, named, _needed(given, kind))
     configs.require(
-        *((getattr(config, name) > 0, f"{name} must be positive, found {getattr(config, name)}") for name in _POSITIVE),
+        *configs.positive(config, _POSITIVE),
         *_shape_rules(config, given),
         *_expert_rules(config, given),
         *_rope_rules(config, sections),

@@ -15,30 +15,28 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowering import ops
-from params.tree import tree, unchecked
+from params.names.gemma3 import NAMES
+from params.tree import tree
 
-from ..attention.gqa import Attention, KeyValuePages, attention, attention_spec, key_value_pages
+from ..attention.gqa import Attention, KeyValuePages, attention, key_value_pages
 from ..blocks.linear import (
     Embedding,
+    GemmaNorm,
     Linear,
     Norm,
     add_normalised,
-    embedding_spec,
-    head_spec,
     head_weight,
     look_up,
-    norm_spec,
     normalised,
     project,
 )
-from ..blocks.mlp import Mlp, mlp_spec
+from ..blocks.mlp import Mlp
+from ..family import Family
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state.batch import Batch
 from ..state.state import Entry, State
 from ..state.step import Step, begin, finish, text_positions
 from .gemma3_config import GLOBAL, LOCAL, Gemma3Config, read_config
-
-__all__ = ["Gemma3Config", "Gemma3Params", "forward", "init_entries", "param_spec", "read_config"]
 
 
 @tree
@@ -52,6 +50,14 @@ class Layer:
     mlp: Mlp
     post_mlp_norm: Norm
 
+    @staticmethod
+    def spec(config: Gemma3Config) -> Layer:
+        """Spec of a layer of either kind."""
+        hidden, norm = config.hidden_size, GemmaNorm.spec(config.hidden_size)
+        heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        attn = Attention.spec(hidden, *heads, norm=GemmaNorm, bias=config.attention_bias)
+        return Layer(norm, attn, norm, norm, Mlp.spec(hidden, config.intermediate_size), norm)
+
 
 @tree
 class Gemma3Params:
@@ -62,29 +68,13 @@ class Gemma3Params:
     norm: Norm
     head: Linear | None
 
-
-def param_spec(config: Gemma3Config) -> Gemma3Params:
-    """The parameter tree with a `TensorSpec` at each leaf."""
-    hidden = config.hidden_size
-    return unchecked(
-        Gemma3Params,
-        embed=embedding_spec(config.vocab_size, hidden),
-        layers=tuple(_layer_spec(config) for _ in config.layer_types),
-        norm=norm_spec(hidden, "zeros"),
-        head=None if config.tie_word_embeddings else head_spec(config.vocab_size, hidden),
-    )
-
-
-def _layer_spec(config: Gemma3Config) -> Layer:
-    hidden = config.hidden_size
-    heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-    names = ("input_norm", "post_attn_norm", "pre_mlp_norm", "post_mlp_norm")
-    return unchecked(
-        Layer,
-        attn=attention_spec(hidden, *heads, bias=config.attention_bias),
-        mlp=mlp_spec(hidden, config.intermediate_size),
-        **{name: norm_spec(hidden, "zeros") for name in names},
-    )
+    @staticmethod
+    def spec(config: Gemma3Config) -> Gemma3Params:
+        """The parameter tree with a `TensorSpec` at each leaf."""
+        vocab, hidden = config.vocab_size, config.hidden_size
+        layers = tuple(Layer.spec(config) for _ in config.layer_types)
+        head = None if config.tie_word_embeddings else Linear.head_spec(vocab, hidden)
+        return Gemma3Params(Embedding.spec(vocab, hidden), layers, GemmaNorm.spec(hidden), head)
 
 
 def init_entries(
@@ -180,3 +170,14 @@ def _logits(
     cap = config.final_logit_softcapping
     found = head_logits(hidden, head_weight(params.embed, params.head), step, logits)
     return torch.tanh(found / cap) * cap if cap else found
+
+
+FAMILY = Family(
+    model_types=("gemma3", "gemma3_text"),
+    read_config=read_config,
+    params=Gemma3Params,
+    names=NAMES,
+    init_entries=init_entries,
+    forward=forward,
+    scales_embeddings=True,
+)

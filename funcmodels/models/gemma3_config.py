@@ -84,11 +84,8 @@ def _rope_sections(given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _size_rules(config: Gemma3Config) -> Iterator[tuple[bool, str]]:
-    for name in _POSITIVE:
-        yield getattr(config, name) > 0, f"{name} must be positive, found {getattr(config, name)}"
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    whole = heads % max(kv_heads, 1) == 0
-    yield whole, f"num_attention_heads must be a multiple of num_key_value_heads, found {heads} and {kv_heads}"
+    yield from configs.positive(config, _POSITIVE)
+    yield configs.multiple(config, "num_attention_heads", "num_key_value_heads")
     yield config.head_dim % 2 == 0, f"head_dim must be even for its channels to turn in pairs, found {config.head_dim}"
 
 

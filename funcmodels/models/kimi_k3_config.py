@@ -36,7 +36,7 @@ class KimiK3Config(KimiLinearConfig):
 
     @property
     def caps(self) -> Caps:
-        """Those of the activation, as `ops.swiglu` takes them."""
+        """Caps of the activation, as `ops.swiglu` takes them."""
         return float(self.activation_situ_beta), float(self.activation_situ_linear_beta) or None
 
 
@@ -49,7 +49,7 @@ def read_config(given: Mapping[str, Any]) -> KimiK3Config:
 
 def is_kimi_k3(given: Mapping[str, Any]) -> bool:
     """Whether a config that calls itself kimi_linear is Kimi-K3's text section standing alone: both have that type."""
-    return bool(given.get("attn_res_block_size"))
+    return given.get("model_type") == "kimi_linear" and bool(given.get("attn_res_block_size"))
 
 
 def _rules(config: KimiK3Config, given: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:

@@ -6,47 +6,42 @@ Text models. Source: `KimiLinearConfig` and `KimiLinearForCausalLM` of transform
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lowering import ops
-from params.tree import exactly, tree, unchecked
+from lowering.layouts import LAYOUTS
+from params.names.kimi_linear import NAMES
+from params.tree import exactly, tree
 
 from ..attention.gated_delta import DeltaNetState, delta_net_state
-from ..attention.kimi_delta import KimiDelta, kimi_delta, kimi_delta_spec
-from ..attention.mla import LatentAttention, LatentPages, latent_attention, latent_attention_spec, latent_pages
+from ..attention.kimi_delta import KimiDelta, kimi_delta
+from ..attention.mla import LatentAttention, LatentPages, latent_attention, latent_pages
+from ..blocks.decoder import decoder_layers
 from ..blocks.linear import (
     Embedding,
     Linear,
     Norm,
-    add_normalised,
-    embedding_spec,
-    head_spec,
     head_weight,
     look_up,
-    norm_spec,
-    normalised,
 )
 from ..blocks.mlp import (
     BiasedRouter,
     Experts,
     Mlp,
     Routing,
-    biased_router_spec,
-    experts_spec,
     mlp,
-    mlp_spec,
     router_logits,
 )
+from ..family import Family
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state.batch import Batch
 from ..state.state import Entry, State
 from ..state.step import Step, begin, finish
 from .kimi_linear_config import LATENT_EPS, KimiLinearConfig, read_config
-
-__all__ = ["KimiLinearConfig", "KimiLinearParams", "forward", "init_entries", "param_spec", "read_config"]
 
 
 @tree
@@ -56,6 +51,13 @@ class SigmoidMoe:
     router: BiasedRouter
     experts: Experts
     shared: Mlp
+
+    @staticmethod
+    def spec(config: KimiLinearConfig) -> SigmoidMoe:
+        """Spec of the parameters."""
+        hidden, inner, experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
+        shared = Mlp.spec(hidden, config.num_shared_experts * inner)
+        return SigmoidMoe(BiasedRouter.spec(hidden, experts), Experts.spec(hidden, experts, inner), shared)
 
 
 @tree
@@ -67,6 +69,19 @@ class Layer:
     post_norm: Norm
     mlp: Mlp | SigmoidMoe
 
+    @staticmethod
+    def spec(config: KimiLinearConfig, index: int) -> Layer:
+        """Spec of layer `index`."""
+        hidden, norm = config.hidden_size, Norm.spec(config.hidden_size)
+        sparse = config.is_sparse(index)
+        feed = SigmoidMoe.spec(config) if sparse else Mlp.spec(hidden, config.intermediate_size)
+        if config.is_linear(index):
+            width = config.linear_conv_kernel_dim
+            attn = KimiDelta.spec(hidden, config.linear_num_heads, config.linear_head_dim, width)
+        else:
+            attn = LatentAttention.spec(hidden, *config.latent_sizes, config.attention_bias)
+        return Layer(norm, attn, norm, feed)
+
 
 @tree
 class KimiLinearParams:
@@ -77,43 +92,14 @@ class KimiLinearParams:
     norm: Norm
     head: Linear
 
-
-def param_spec(config: KimiLinearConfig) -> KimiLinearParams:
-    """The parameter tree with a `TensorSpec` at each leaf."""
-    hidden = config.hidden_size
-    return unchecked(
-        KimiLinearParams,
-        embed=embedding_spec(config.vocab_size, hidden),
-        layers=tuple(_layer_spec(config, index) for index in range(config.num_hidden_layers)),
-        norm=norm_spec(hidden, "ones"),
-        head=head_spec(config.vocab_size, hidden),
-    )
-
-
-def _layer_spec(config: KimiLinearConfig, index: int) -> Layer:
-    attn, feed = _attention_spec(config, index), _feed_forward_spec(config, index)
-    norms = {name: norm_spec(config.hidden_size, "ones") for name in ("input_norm", "post_norm")}
-    return unchecked(Layer, attn=attn, mlp=feed, **norms)
-
-
-def _attention_spec(config: KimiLinearConfig, index: int) -> KimiDelta | LatentAttention:
-    if config.is_linear(index):
-        width = config.linear_conv_kernel_dim
-        return kimi_delta_spec(config.hidden_size, config.linear_num_heads, config.linear_head_dim, width)
-    return latent_attention_spec(
-        config.hidden_size, config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim,
-        config.v_head_dim, config.q_lora_rank, config.kv_lora_rank, config.attention_bias,
-    )  # fmt: skip
-
-
-def _feed_forward_spec(config: KimiLinearConfig, index: int) -> Mlp | SigmoidMoe:
-    hidden, inner, experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
-    if not config.is_sparse(index):
-        return mlp_spec(hidden, config.intermediate_size)
-    return unchecked(
-        SigmoidMoe, router=biased_router_spec(hidden, experts), experts=experts_spec(hidden, experts, inner),
-        shared=mlp_spec(hidden, config.num_shared_experts * inner),
-    )  # fmt: skip
+    @staticmethod
+    def spec(config: KimiLinearConfig) -> KimiLinearParams:
+        """The parameter tree with a `TensorSpec` at each leaf."""
+        vocab, hidden = config.vocab_size, config.hidden_size
+        layers = tuple(Layer.spec(config, index) for index in range(config.num_hidden_layers))
+        return KimiLinearParams(
+            Embedding.spec(vocab, hidden), layers, Norm.spec(hidden), Linear.head_spec(vocab, hidden)
+        )
 
 
 def init_entries(
@@ -145,20 +131,11 @@ def forward(
     """Logits and final hidden of the batch's tokens, and the state that holds them too. See `Model.forward`."""
     taps = Taps(outputs, tap_names(config))
     step = begin(state, batch, keep_steps, kinds=entry_kinds(config))
-    eps = config.rms_norm_eps
-    entries: list[Entry | None] = []
+    mix, feed = partial(attend, config, step), partial(_feed_forward, config, taps)
     x = look_up(params.embed, batch.tokens)
-    normed = normalised(params.layers[0].input_norm, x, eps=eps)
-    next_norms = [layer.input_norm for layer in params.layers[1:]] + [params.norm]
-    for index, (layer, next_norm) in enumerate(zip(params.layers, next_norms, strict=True)):
-        mixed, entry = _attend(config, layer.attn, normed, index, step)
-        normed, x = add_normalised(layer.post_norm, mixed, x, eps=eps)
-        fed = _feed_forward(config, layer.mlp, normed, index, taps)
-        normed, x = add_normalised(next_norm, fed, x, eps=eps)
-        taps.offer(f"layers.{index}", x)
-        entries.append(entry)
-    found = head_logits(normed, head_weight(params.embed, params.head), step, logits)
-    return Output(found, normed, taps.taken()), finish(step, entries)
+    hidden, entries = decoder_layers(params.layers, params.norm, x, mix, feed, taps, eps=config.rms_norm_eps)
+    found = head_logits(hidden, head_weight(params.embed, params.head), step, logits)
+    return Output(found, hidden, taps.taken()), finish(step, entries)
 
 
 def entry_kinds(config: KimiLinearConfig) -> list[type[Entry]]:
@@ -173,29 +150,49 @@ def tap_names(config: KimiLinearConfig) -> list[str]:
     return [f"layers.{index}" for index in layers] + routed
 
 
-def _attend(
-    config: KimiLinearConfig, params: KimiDelta | LatentAttention, x: Float[Tensor, "tokens hidden"], index: int,
-    step: Step,
+def attend(
+    config: KimiLinearConfig, step: Step, index: int, params: KimiDelta | LatentAttention,
+    x: Float[Tensor, "tokens hidden"], *, lower_bound: float | None = None, gated: bool = False,
 ) -> tuple[Float[Tensor, "tokens hidden"], Entry | None]:  # fmt: skip
+    """What attention of either kind gives. `lower_bound` is that of delta attention, `gated` of latent attention."""
     if isinstance(params, KimiDelta):
-        return kimi_delta(params, x, step.past(index, DeltaNetState), step, eps=config.rms_norm_eps)
+        past = step.past(index, DeltaNetState)
+        return kimi_delta(params, x, past, step, eps=config.rms_norm_eps, lower_bound=lower_bound)
     return latent_attention(
         params, x, step.past(index, LatentPages), step, None,
         heads=config.num_attention_heads, nope_dim=config.qk_nope_head_dim, rope_dim=config.qk_rope_head_dim,
-        v_dim=config.v_head_dim, scale=config.softmax_scale, eps=LATENT_EPS,
+        v_dim=config.v_head_dim, scale=config.softmax_scale, eps=LATENT_EPS, gated=gated,
     )  # fmt: skip
 
 
-def _feed_forward(
-    config: KimiLinearConfig, params: Mlp | SigmoidMoe, x: Float[Tensor, "tokens hidden"], index: int, taps: Taps
-) -> Float[Tensor, "tokens hidden"]:
-    if isinstance(params, Mlp):
-        return mlp(params, x)
+def choose_experts(config: KimiLinearConfig, router: BiasedRouter, x: Float[Tensor, "tokens hidden"]) -> Routing:
+    """The experts of each token, and their weights in the router's dtype."""
     weights, ids = ops.route_sigmoid(
-        router_logits(x, exactly(params.router, BiasedRouter).weight), params.router.bias,
+        router_logits(x, exactly(router, BiasedRouter).weight), router.bias,
         top_k=config.num_experts_per_token, groups=config.num_expert_group, kept_groups=config.topk_group,
         scale=config.routed_scaling_factor, renormalise=config.moe_renormalize,
     )  # fmt: skip
-    taps.offer(f"layers.{index}.router", Routing(ids, weights))
-    routed = ops.experts(x, weights.to(x.dtype), ids, params.experts.gate_up, params.experts.down)
+    return Routing(ids, weights)
+
+
+def _feed_forward(
+    config: KimiLinearConfig, taps: Taps, index: int, params: Mlp | SigmoidMoe, x: Float[Tensor, "tokens hidden"]
+) -> Float[Tensor, "tokens hidden"]:
+    if isinstance(params, Mlp):
+        return mlp(params, x)
+    chosen, each = choose_experts(config, params.router, x), params.experts
+    taps.offer(f"layers.{index}.router", chosen)
+    routed = ops.experts(x, chosen.weights.to(x.dtype), chosen.ids, each.gate_up, each.down)
     return routed + mlp(params.shared, x)
+
+
+FAMILY = Family(
+    model_types=("kimi_linear",),
+    read_config=read_config,
+    params=KimiLinearParams,
+    names=NAMES,
+    init_entries=init_entries,
+    forward=forward,
+    layouts=tuple(LAYOUTS),
+    heads=("num_attention_heads", "linear_num_heads"),
+)

@@ -67,6 +67,12 @@ class KimiLinearConfig:
         return self.mlp_layer_types[index] == SPARSE
 
     @property
+    def latent_sizes(self) -> tuple[int, int, int, int, int, int]:
+        """Heads, widths and ranks of latent attention, as `LatentAttention.spec` takes them."""
+        widths = (self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
+        return (self.num_attention_heads, *widths, self.q_lora_rank, self.kv_lora_rank)
+
+    @property
     def softmax_scale(self) -> float:
         """What scores are multiplied by."""
         return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
@@ -94,7 +100,7 @@ def read_fields(
     configs.require(*((False, sentence) for sentence in broken))
     config = configs.read(kind, named, (*_needed(named), *needed))
     configs.require(
-        *((getattr(config, name) > 0, f"{name} must be positive, found {getattr(config, name)}") for name in _POSITIVE),
+        *configs.positive(config, _POSITIVE),
         *_layer_rules(config),
         *_expert_rules(config, given),
         *_attention_rules(config, given),

@@ -46,6 +46,15 @@ class Qwen35Config:
     tie_word_embeddings: bool = False
 
     @property
+    def delta_sizes(self) -> dict[str, int]:
+        """Sizes of a delta net."""
+        return {
+            "k_heads": self.linear_num_key_heads, "v_heads": self.linear_num_value_heads,
+            "k_dim": self.linear_key_head_dim, "v_dim": self.linear_value_head_dim,
+            "width": self.linear_conv_kernel_dim,
+        }  # fmt: skip
+
+    @property
     def rotary_dim(self) -> int:
         """Channels of a head that rotate."""
         return int(self.head_dim * self.partial_rotary_factor)
@@ -56,18 +65,12 @@ def read_config(given: Mapping[str, Any]) -> Qwen35Config:
     text = configs.text_fields(given)
     rope = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": list(MROPE_SECTION)}
     rope |= {name: text[name] for name in rope if text.get(name) is not None}
-    rope |= next(iter(rope_sections(text).values()), {})
+    rope |= next(iter(configs.rope_sections(text).values()), {})
     fields = {"layer_types": default_layer_types(text), **{k: v for k, v in text.items() if v is not None}, **rope}
     sizes = _MOE_SIZES if "moe" in str(text.get("model_type")) else ("intermediate_size",)
     config = configs.read(Qwen35Config, fields, required=sizes)
     _check(config, fields, sizes)
     return config
-
-
-def rope_sections(given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The sections that hold rotary fields, by name, without empty ones: the present spelling and the older one."""
-    found = {name: configs.section(given, name) for name in ("rope_parameters", "rope_scaling")}
-    return {name: section for name, section in found.items() if section}
 
 
 def default_layer_types(given: Mapping[str, Any]) -> list[str]:
@@ -82,9 +85,8 @@ def default_layer_types(given: Mapping[str, Any]) -> list[str]:
 
 
 def _check(config: Qwen35Config, given: Mapping[str, Any], sizes: Sequence[str]) -> None:
-    found = {name: getattr(config, name) for name in (*_POSITIVE, *sizes)}
     configs.require(
-        *((value > 0, f"{name} must be positive, found {value}") for name, value in found.items()),
+        *configs.positive(config, (*_POSITIVE, *sizes)),
         *_layer_rules(config),
         *_feed_forward_rules(config, given, sizes),
         *_rotary_rules(config, given),
@@ -98,17 +100,11 @@ def _check(config: Qwen35Config, given: Mapping[str, Any], sizes: Sequence[str])
 
 
 def _layer_rules(config: Qwen35Config) -> Iterator[tuple[bool, str]]:
-    kinds, known = config.layer_types, ("full_attention", "linear_attention")
-    layers, drafts = config.num_hidden_layers, config.mtp_num_hidden_layers
+    drafts = config.mtp_num_hidden_layers
     yield drafts >= 0, f"mtp_num_hidden_layers must not be negative, found {drafts}"
-    yield len(kinds) == layers, f"layer_types has {len(kinds)} entries, num_hidden_layers is {layers}"
-    yield set(kinds) <= set(known), f"layer_types may hold {' and '.join(known)}, found {sorted(set(kinds))}"
-    for more, fewer in (
-        ("num_attention_heads", "num_key_value_heads"),
-        ("linear_num_value_heads", "linear_num_key_heads"),
-    ):
-        whole = getattr(config, more) % max(getattr(config, fewer), 1) == 0
-        yield whole, f"{more} must be a multiple of {fewer}, found {getattr(config, more)} and {getattr(config, fewer)}"
+    yield from configs.layer_types(config, ("full_attention", "linear_attention"))
+    yield configs.multiple(config, "num_attention_heads", "num_key_value_heads")
+    yield configs.multiple(config, "linear_num_value_heads", "linear_num_key_heads")
 
 
 def _feed_forward_rules(
@@ -132,23 +128,7 @@ def _rotary_rules(config: Qwen35Config, given: Mapping[str, Any]) -> Iterator[tu
         sections == MROPE_SECTION or sum(sections) <= dim // 2,
         f"mrope_section {list(sections)} adds up to {sum(sections)}, more than half of the {dim} rotary channels",
     )
-    yield from rope_section_rules(rope_sections(given))
-
-
-def rope_section_rules(found: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[bool, str]]:
-    """What the sections must not say: other kinds of rotary embedding, and two things at once."""
-    for name, section in found.items():
-        kinds = [section[key] for key in ("rope_type", "type") if key in section]
-        other = next((kind for kind in kinds if kind != "default"), "default")
-        yield other == "default", f"{name}: rope_type {other!r} is not supported; only default is"
-        interleaved = section.get("mrope_interleaved")
-        yield interleaved in (None, True), f"{name}: mrope_interleaved {interleaved!r} is not supported; only true is"
-    # transformers lets rope_scaling replace rope_parameters; which of two the model was trained with is not guessed
-    yield (
-        len(found) < 2 or found["rope_parameters"] == found["rope_scaling"],
-        "rope_parameters and rope_scaling are both given and differ; remove the one that does not hold: "
-        + " and ".join(f"{name}={dict(section)}" for name, section in found.items()),
-    )
+    yield from configs.rope_section_rules(configs.rope_sections(given))
 
 
 _MOE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")

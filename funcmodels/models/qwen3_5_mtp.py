@@ -17,8 +17,8 @@ from ..output import LogitsOf, Output, Taps, head_logits
 from ..state.batch import Batch
 from ..state.state import Entry, State
 from ..state.step import begin, finish
-from .qwen3_5 import Qwen35Params, decoder_layers
 from .qwen3_5_config import Qwen35Config
+from .qwen3_5_layers import Qwen35Params, decoder_layers
 
 
 def mtp_entries(

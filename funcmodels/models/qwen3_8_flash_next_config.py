@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from .. import config as configs
-from .qwen3_5_config import default_layer_types, rope_section_rules, rope_sections
+from .qwen3_5_config import default_layer_types
 
 INDEXED, LINEAR = "indexed_attention", "linear_attention"
 """Kinds of layer. Published configs call the first `full_attention`."""
@@ -107,7 +107,7 @@ def read_config(given: Mapping[str, Any]) -> FlashNextConfig:
     text = configs.text_fields(given)
     rope: dict[str, Any] = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
     rope |= {name: text[name] for name in rope if text.get(name) is not None}
-    rope |= next(iter(rope_sections(text).values()), {})
+    rope |= next(iter(configs.rope_sections(text).values()), {})
     fields = {"layer_types": default_layer_types(text), "ple_embed_dim": text.get("hidden_size")}
     fields |= {name: value for name, value in text.items() if value is not None} | rope
     fields |= _renamed(fields)
@@ -130,9 +130,8 @@ def _renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(config: FlashNextConfig, given: Mapping[str, Any]) -> None:
-    found = {name: getattr(config, name) for name in _POSITIVE}
     configs.require(
-        *((value > 0, f"{name} must be positive, found {value}") for name, value in found.items()),
+        *configs.positive(config, _POSITIVE),
         *_layer_rules(config),
         *_block_rules(config, given),
         *_index_rules(config),
@@ -150,9 +149,7 @@ def indexed_by(
     """
     changed = {"indexer_budget": budget, "indexer_compress_ratio": ratio}
     config = replace(config, **{name: value for name, value in changed.items() if value is not None})
-    sizes = {name: getattr(config, name) for name in changed}
-    positive = ((value > 0, f"{name} must be positive, found {value}") for name, value in sizes.items())
-    configs.require(*positive, *_index_rules(config))
+    configs.require(*configs.positive(config, changed), *_index_rules(config))
     asked, seen = config.indexer_compress_ratio, trained.indexer_compress_ratio
     if asked != seen:
         warnings.warn(
@@ -171,12 +168,8 @@ def _layer_rules(config: FlashNextConfig) -> Iterator[tuple[bool, str]]:
         set(kinds) <= {INDEXED, LINEAR},
         f"layer_types may hold {LINEAR} and {INDEXED} (or full_attention), found {sorted(set(kinds))}",
     )
-    for more, fewer in (
-        ("num_attention_heads", "num_key_value_heads"),
-        ("linear_num_value_heads", "linear_num_key_heads"),
-    ):
-        whole = getattr(config, more) % max(getattr(config, fewer), 1) == 0
-        yield whole, f"{more} must be a multiple of {fewer}, found {getattr(config, more)} and {getattr(config, fewer)}"
+    yield configs.multiple(config, "num_attention_heads", "num_key_value_heads")
+    yield configs.multiple(config, "linear_num_value_heads", "linear_num_key_heads")
 
 
 def _block_rules(config: FlashNextConfig, given: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
@@ -207,8 +200,7 @@ def _index_rules(config: FlashNextConfig) -> Iterator[tuple[bool, str]]:
 def _ngram_rules(config: FlashNextConfig) -> Iterator[tuple[bool, str]]:
     layers, ids, end = config.num_hidden_layers, config.ple_layer_ids, config.eos_token_id
     yield config.ngram_size > 1, f"ngram_size must be at least 2, found {config.ngram_size}"
-    for name in _POSITIVE_NGRAMS:
-        yield getattr(config, name) > 0, f"{name} must be positive, found {getattr(config, name)}"
+    yield from configs.positive(config, _POSITIVE_NGRAMS)
     yield config.ple_conv_kernel_size > 1, "ple_conv_kernel_size must be at least 2: else there is no window to carry"
     heads = max((config.ngram_size - 1) * config.heads_per_ngram, 1)
     tables = len(ids)
@@ -244,7 +236,7 @@ def _rotary_rules(config: FlashNextConfig, given: Mapping[str, Any]) -> Iterator
         f"partial_rotary_factor {config.partial_rotary_factor} gives {dim} rotary channels of {config.head_dim}; "
         "an even number in 2..head_dim is needed",
     )
-    yield from rope_section_rules(rope_sections(given))
+    yield from configs.rope_section_rules(configs.rope_sections(given))
 
 
 _POSITIVE_NGRAMS = (

@@ -19,8 +19,8 @@ from ..output import LogitsOf, Output, Taps, head_logits
 from ..state.batch import Batch
 from ..state.state import Entry, State
 from ..state.step import begin, finish
-from .qwen3_8_flash_next import FlashNextParams, Mtp, decoder_layer, index_entry, place_angles
 from .qwen3_8_flash_next_config import FlashNextConfig
+from .qwen3_8_flash_next_layers import FlashNextParams, Mtp, decoder_layer, index_entry, place_angles
 
 
 def mtp_entries(

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from params.errors import ConfigError
-from params.tree import map, static, to, tree
+from params.tree import static, to, tree, tree_map
 
 from .penalties import Bias, Penalties
 
@@ -230,7 +230,7 @@ class RowSampling:
 
     def repeated(self, times: int) -> RowSampling:
         """Each row's settings `times` in a row."""
-        return map(lambda x: x.repeat_interleave(times, 0), self)
+        return tree_map(lambda x: x.repeat_interleave(times, 0), self)
 
 
 def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lowering import jit
-from params.tree import map, tree
+from params.tree import tree, tree_map
 
 from ..drafts.named import directory_of_draft
 from ..drafts.named import draft as make_draft
@@ -63,7 +63,7 @@ class Keys:
         kinds = [any(some) for some in zip(*(_kinds(one) for one in asked), strict=True)]
         like = [one for one in every if all(kind or not has for kind, has in zip(kinds, _kinds(one), strict=True))]
         each = [row.request.sampling if row.live else asked[0] for row in rows]
-        sampling = map(lambda x: x[: len(rows)], RowSampling.of([*each, *like], device))
+        sampling = tree_map(lambda x: x[: len(rows)], RowSampling.of([*each, *like], device))
         # Rows that all draw and rows of both kinds run one program. So do most bounds of k, rounded.
         largest_k = power_of_two(sampling.largest_k) if sampling.largest_k else 0
         sampling = replace(sampling, mixed=not sampling.greedy, largest_k=largest_k)
@@ -108,7 +108,7 @@ def settled(state: State, lengths: Sequence[int]) -> State:
 
 def in_place(old: State, new: State) -> State:
     """`new`, made from `old`, in the tensors of `old`, which nobody uses any more: graphs of a device write there."""
-    return replace(map(lambda x, y: x if x is y else x.copy_(y), old, new), ledger=new.ledger)
+    return replace(tree_map(lambda x, y: x if x is y else x.copy_(y), old, new), ledger=new.ledger)
 
 
 @dataclass(frozen=True)

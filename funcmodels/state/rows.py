@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowering.host import HostInt
 from params.modes import lasting
-from params.tree import map
+from params.tree import tree_map
 
 from .pages import Lease, PagePool
 from .state import (
@@ -136,7 +136,7 @@ def _put_rows(state: State, leases: Mapping[int, Lease], source: State, row: int
         return old.index_copy(0, index, new[row].expand(len(leases), *new.shape[1:]))
 
     def put_entry(old: Entry, new: Entry) -> Entry:
-        return old if isinstance(old, Appended) else map(put, old, new)
+        return old if isinstance(old, Appended) else tree_map(put, old, new)
 
     held = tuple(leases.get(at, lease) for at, lease in enumerate(ledger.leases))
     lengths, least = (
@@ -258,7 +258,7 @@ def _take_rows(
     def pick(entry: Entry) -> Entry:
         if isinstance(entry, Appended):
             return entry
-        return map(lambda x: torch.where(live.reshape(-1, *(1,) * (x.ndim - 1)), x[index], 0), entry)
+        return tree_map(lambda x: torch.where(live.reshape(-1, *(1,) * (x.ndim - 1)), x[index], 0), entry)
 
     def pick_row(x: Tensor) -> Tensor:
         return torch.where(live[:-1], x[index[:-1]], 0)
@@ -275,7 +275,7 @@ def _take_rows(
 
 
 def _map_appended(state: State, function: Callable[[Tensor], Tensor]) -> State:
-    layers = tuple(map(function, entry) if isinstance(entry, Appended) else entry for entry in state.layers)
+    layers = tuple(tree_map(function, entry) if isinstance(entry, Appended) else entry for entry in state.layers)
     log = state.log
     if log is not None:
         log = replace(log, token=function(log.token), prefix=function(log.prefix))

@@ -19,7 +19,7 @@ from lowering import Rows
 from lowering.host import HostLengths, symbolic, valueless
 from lowering.jit.tape import beforehand, noted
 from lowering.ops.sampling import mix
-from params.tree import leaves, map
+from params.tree import leaves, tree_map
 
 from ..errors import StateError
 from .batch import Batch, check_layout
@@ -134,7 +134,7 @@ def writable(pages: A, *made: Tensor) -> A:
     `made` are all the tensors that the layer puts into the pages, or attends to them with.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*made, *leaves(pages))):
-        return map(torch.clone, pages)
+        return tree_map(torch.clone, pages)
     return pages
 
 

@@ -19,7 +19,7 @@ import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 from jaxtyping import AbstractArray, TypeCheckError, jaxtyped
@@ -191,14 +191,13 @@ def _contract(function: Callable[..., Any]) -> _Contract | None:
 
 
 def _resolved(annotation: Any, function: Callable[..., Any]) -> Any:
-    if not isinstance(annotation, str):
-        return annotation
-    names = inspect.unwrap(function).__globals__
+    names, holder = inspect.unwrap(function).__globals__, types.SimpleNamespace(__annotations__={"it": annotation})
     try:
-        return eval(annotation, names)
+        return get_type_hints(holder, names)["it"]
     except NameError:  # a class that the module imports for type checkers only: one of ours, or no array
         classes = {cls.__name__: cls for cls in _classes()}
-        return eval(annotation, {}, defaultdict(lambda: _Elsewhere, {**vars(builtins), **classes, **names}))
+        known = defaultdict(lambda: _Elsewhere, {**vars(builtins), **classes, **names})
+        return get_type_hints(holder, {}, known)["it"]
 
 
 class _NotImported(type):

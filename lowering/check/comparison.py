@@ -19,6 +19,7 @@ from torch import Tensor
 
 from params import tree
 from params.quant.values import QuantizedWeight, SplitWeight
+from params.tree import tree_map
 
 from .. import detect
 from ..explain.sheet import Sheet
@@ -121,7 +122,7 @@ class Expected:
         and booleans are those of the arguments' own dtypes: a rounding may move a value past a threshold.
         """
         wide, own = (reference(op, args, kwargs, dtype) for dtype in (torch.float64, None))
-        exact = tree.map(lambda x, y: x if isinstance(x, Tensor) and x.is_floating_point() else y, wide, own)
+        exact = tree_map(lambda x, y: x if isinstance(x, Tensor) and x.is_floating_point() else y, wide, own)
         floats = [x for x in (*tree.leaves((args, kwargs)), *tree.leaves(own)) if isinstance(x, Tensor)]
         given = next((x.dtype for x in floats if x.dtype in BASE), torch.float32)
         bounds = [max(bound(given, length), bound(kind, length)) for kind in _float_dtypes(own, given)]
@@ -148,7 +149,7 @@ def reference(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torc
         return x.detach().to("cpu", dtype if x.is_floating_point() else None, copy=True) if isinstance(x, Tensor) else x
 
     args = tuple(plain(x) if isinstance(x, PreparedWeight) else x for x in args)
-    args, kwargs = tree.map(moved, (args, kwargs), is_leaf=quantized)
+    args, kwargs = tree_map(moved, (args, kwargs), is_leaf=quantized)
     with use(target="cpu"):
         return comparable(op, args, kwargs, op.body(*args, **kwargs))
 
@@ -255,7 +256,7 @@ def compare(op: str | Op, kernels: Sequence[str] | None, *args: Any, **kwargs: A
     for kernel in chosen:
         blank = Outcome(found.name, kernel.name, "given", str(dtype).removeprefix("torch."))
         # A kernel may write into its arguments, which stay the caller's.
-        own = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
+        own = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
         with use(target=target), torch.no_grad():
             outcomes.append(outcome_of(kernel, target, *own, expected, blank))
     return Comparison(tuple(outcomes), torch.finfo(dtype).eps)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from params import tree
+from params.tree import tree_map
 
 from .. import cases
 from .. import target as targets
@@ -116,7 +116,7 @@ def tried(trial: Trial, device: torch.device, target: Target) -> Outcome:
             return replace(trial.blank, failed=f"the case or the reference: {fault.words}")
         with Fault() as fault:
             args, kwargs = trial.case.arguments(trial.dtype)
-            args, kwargs = tree.map(lambda x: x.to(device) if isinstance(x, Tensor) else x, (args, kwargs))
+            args, kwargs = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, (args, kwargs))
             args = laid_out(find(trial.case.op), trial.kernel, args)
             return outcome_of(trial.kernel, target, args, kwargs, expected, trial.blank)
         return replace(trial.blank, failed=fault.words)

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from params import tree
 from params.spec import TensorSpec
+from params.tree import tree_map
 
 from ..errors import LoweringError
 from ..explain.stages import Lowered, argument_bytes
@@ -84,7 +84,7 @@ def lower(
     found = kernels()
     origins = {origin for of_op in found.values() for origin in of_op.values() if "<locals>" not in origin}
     modules = sorted({origin.partition(":")[0] for origin in origins} - {"__main__", ""})
-    shapes = tree.map(_shape, (args, kwargs))
+    shapes = tree_map(_shape, (args, kwargs))
     answer = _child().ask(_pickled(Question(function, *shapes, target, policy, sizes, tuple(modules))))
     asked = {op: [name] for op, name in policy.prefer.items()}
     if isinstance(answer, Failure):

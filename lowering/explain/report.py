@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from params import tree
 from params.quant.values import QuantizedWeight
 from params.spec import TensorSpec
+from params.tree import tree_map
 
 from .. import target as targets
 from ..kernel import FUSED, Choice, unread_weight
@@ -180,4 +180,4 @@ def abstract(value: Any, fake: FakeTensorMode) -> Any:
             return value
         return torch.empty(value.shape, dtype=value.dtype, device="cpu") if value.is_meta else fake.from_tensor(value)
 
-    return tree.map(leaf, value)
+    return tree_map(leaf, value)

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from params import tree
+from params.tree import tree_map
 
 from ..kernel import Choice, Kernel
 from ..op import Op
@@ -155,8 +156,8 @@ class DryRun:
                 op.remember_dry(key, known)
             call, result, inside = known
             self._count(choice, key, call)
-            outer += [*inside, (choice, key, call, tree.map(Shape.like, (args, kwargs)))]
-            return tree.map(lambda leaf: leaf.made() if isinstance(leaf, Shape) else leaf, result)
+            outer += [*inside, (choice, key, call, tree_map(Shape.like, (args, kwargs)))]
+            return tree_map(lambda leaf: leaf.made() if isinstance(leaf, Shape) else leaf, result)
         finally:
             self.recorder.sink, self.inside = sink, outer
 
@@ -179,7 +180,7 @@ class DryRun:
         self.recorder.sink = None
         given = shown_arguments(args, kwargs, list(op.signature.parameters))
         call = Call(op.name, kernel.name, given, shown(result), tuple(operators), by_reference)
-        return call, tree.map(Shape.like, result)
+        return call, tree_map(Shape.like, result)
 
 
 def shown_arguments(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str] = ()) -> str:

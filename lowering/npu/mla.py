@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from params import tree
+from params.tree import tree_map
 
 from ..errors import LoweringError
 from ..host import HostInt, symbolic
@@ -199,7 +200,7 @@ def _gathered(pages: LatentPools, slots: Tensor) -> Latents:
 
 def _cut(pair: Any, tokens: slice) -> Any:
     """Queries, or latents, of these tokens."""
-    return tree.map(lambda x: x[tokens], pair)
+    return tree_map(lambda x: x[tokens], pair)
 
 
 def _beside(nope: Tensor, rope: Tensor | None) -> Tensor:

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
-from params import tree
 from params.quant.rounding import int8_tokens, mxfp8, static_int8
 from params.quant.values import (
     Int4Weight,
@@ -28,6 +27,7 @@ from params.quant.values import (
     StaticInt8Weight,
     mx_values,
 )
+from params.tree import tree_map
 
 from ..errors import LoweringError
 from .widen import wide_dtype
@@ -72,7 +72,7 @@ def integer_product(
 
 def of_expert(weight: Any, expert: int) -> Any:
     """One expert's weight [outputs inputs] of all experts' [experts outputs inputs], quantised or not."""
-    return tree.map(lambda leaf: leaf[expert], weight)
+    return tree_map(lambda leaf: leaf[expert], weight)
 
 
 def _int8(x: Tensor, weight: Int8Weight) -> Tensor:

@@ -30,7 +30,7 @@ from params.quant.values import (
     StaticInt8Weight,
 )
 from params.spec import TensorSpec
-from params.tree import dotted, items, map, put, unchecked
+from params.tree import dotted, items, put, tree_map, unchecked
 
 
 class Stored(NamedTuple):
@@ -293,7 +293,7 @@ def _spec_of(path: str, value: Any, members: Layout) -> Any:
     odd = [member.name for member in members if member.shape[-2] % 2]
     if isinstance(value, Int4Weight) and odd:
         raise CheckpointError(f"{path}: {listed(odd)} would have an odd number of rows, and int4 packs two in a byte")
-    return map(lambda leaf: TensorSpec(tuple(leaf.shape), dtype=leaf.dtype), value)
+    return tree_map(lambda leaf: TensorSpec(tuple(leaf.shape), dtype=leaf.dtype), value)
 
 
 def _refuse_two_formats(names: QuantizedNames) -> None:

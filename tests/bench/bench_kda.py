@@ -23,7 +23,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import (
 
 import funcmodels as fm
 import lowering
-from funcmodels.attention.kimi_delta import kimi_delta, kimi_delta_spec
+from funcmodels.attention.kimi_delta import KimiDelta, kimi_delta
 from funcmodels.state.step import begin
 from lowering import ops
 from params import from_checkpoint
@@ -71,7 +71,7 @@ def layer(tokens: int) -> list[float]:
     for parameter in theirs.parameters():
         parameter.copy_(draw.normal(*parameter.shape) * (0.5 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5))
     named = {f"model.layers.0.self_attn.{name}": x for name, x in theirs.state_dict().items()}
-    spec = {"layers": [{"attn": kimi_delta_spec(HIDDEN, HEADS, DIM, 4)}]}
+    spec = {"layers": [{"attn": KimiDelta.spec(HIDDEN, HEADS, DIM, 4)}]}
     params = from_checkpoint(named, spec, NAMES)["layers"][0]["attn"]
     step = begin(None, fm.Batch.from_lists([[0] * tokens]), False)
     x = draw.normal(tokens, HIDDEN)

@@ -348,7 +348,7 @@ def test_gradients_reach_every_parameter() -> None:
     with torch.enable_grad():
         grads = torch.func.grad(loss)(own)
     assert all(leaf.abs().max() > 0 for leaf in params.leaves(grads))
-    aim = params.map(lambda leaf: torch.randn(leaf.shape, generator=generator, dtype=torch.float64), own)
-    ahead, behind = (loss(params.map(lambda a, d, s=s: a + s * d, own, aim)) for s in (1e-6, -1e-6))
+    aim = params.tree_map(lambda leaf: torch.randn(leaf.shape, generator=generator, dtype=torch.float64), own)
+    ahead, behind = (loss(params.tree_map(lambda a, d, s=s: a + s * d, own, aim)) for s in (1e-6, -1e-6))
     slope = sum((a * d).sum() for a, d in zip(params.leaves(grads), params.leaves(aim), strict=True))
     assert_close((ahead - behind) / 2e-6, slope, dtype=torch.float32, looser=10, reason="a difference over 1e-6")

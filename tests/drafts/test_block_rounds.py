@@ -14,8 +14,8 @@ import torch
 import funcmodels as fm
 import lowering
 import params
-from funcmodels.drafts.named import NAMES, block_spec
-from params import tree
+from funcmodels.drafts.named import NAMES, BlockParams
+from params.tree import tree_map
 from tests.drafts.rounds import GREEDY, Asked, Rows, agreement, undrafted
 from tests.drafts.test_law import merged
 from tests.lowering.jit.test_round import same
@@ -161,7 +161,7 @@ def test_a_captured_round_equals_its_parts(variant: str, temperature: float, dra
 def test_captured_parts_follow_the_drafts_parameters() -> None:
     """They are inputs: another draft of the same shapes replays the same program with its own values."""
     one = drafter("vanilla")
-    other = type(one.draft)(one.one.model, one.draft.config, tree.map(lambda x: x * 1.5, one.draft.params))
+    other = type(one.draft)(one.one.model, one.draft.config, tree_map(lambda x: x * 1.5, one.draft.params))
     _, dstate, carry, _ = begun(one, [[5, 6, 7], [8]])
     noise = fm.DraftNoise(fm.RowSampling.of([fm.Sampling(5.0)] * 2), torch.arange(2))
     step = lowering.jit(one.draft.propose, backend="fx")
@@ -179,7 +179,7 @@ def test_captured_parts_follow_the_drafts_parameters() -> None:
 def saved(one: Drafter, path: Path) -> Path:
     """The draft as a directory."""
     own = params.put(one.draft.params, "context", None)
-    return params.save(own, path, block_spec(one.draft.config), NAMES, one.fields)
+    return params.save(own, path, BlockParams.spec(one.draft.config), NAMES, one.fields)
 
 
 def outcome(results: list[fm.Result]) -> list[tuple[Any, ...]]:

@@ -15,6 +15,7 @@ import lowering
 import params
 from funcmodels.drafts.round import Round
 from params import tree
+from params.tree import tree_map
 from tests.lowering.jit.test_round import same
 from tests.oracle.qwen3_8_flash_next import SEEDS, tokens
 from tests.oracle.qwen3_8_flash_next_mtp import MtpPair, Transcription, of_few_words, pair, small
@@ -187,8 +188,8 @@ def test_gradients_reach_the_trunk_through_the_head() -> None:
         return head.forward(values, None, following, out.hidden)[0].logits.log_softmax(-1)[:, 5].sum()
 
     generator = torch.Generator().manual_seed(0)
-    aim = tree.map(lambda leaf: torch.randn(leaf.shape, generator=generator, dtype=torch.float64), wide)
-    ahead, behind = (loss(tree.map(lambda x, d, s=s: x + s * d, wide, aim)) for s in (1e-7, -1e-7))
+    aim = tree_map(lambda leaf: torch.randn(leaf.shape, generator=generator, dtype=torch.float64), wide)
+    ahead, behind = (loss(tree_map(lambda x, d, s=s: x + s * d, wide, aim)) for s in (1e-7, -1e-7))
     grads = torch.func.grad(loss)(wide)
     slope = sum((x * d).sum() for x, d in zip(tree.leaves(grads), tree.leaves(aim), strict=True))
     assert_close((ahead - behind) / 2e-7, slope, dtype=torch.float32, looser=10, reason="a difference over a step")

@@ -223,8 +223,8 @@ def test_gradients_reach_the_trunk_through_the_head(kind: str) -> None:
         return head.forward(tree, None, following, out.hidden)[0].logits.log_softmax(-1)[:, 5].sum()
 
     generator = torch.Generator().manual_seed(0)
-    aim = params.map(lambda leaf: torch.randn(leaf.shape, generator=generator, dtype=torch.float64), wide)
-    ahead, behind = (loss(params.map(lambda x, d, s=s: x + s * d, wide, aim)) for s in (1e-6, -1e-6))
+    aim = params.tree_map(lambda leaf: torch.randn(leaf.shape, generator=generator, dtype=torch.float64), wide)
+    ahead, behind = (loss(params.tree_map(lambda x, d, s=s: x + s * d, wide, aim)) for s in (1e-6, -1e-6))
     grads = torch.func.grad(loss)(wide)
     assert all(leaf.abs().max() > 0 for leaf in params.leaves(grads))
     slope = sum((x * d).sum() for x, d in zip(params.leaves(grads), params.leaves(aim), strict=True))

@@ -275,12 +275,12 @@ def test_any_count_may_be_kept_and_the_state_before_stays(kind: str) -> None:
     one = mtp.small(kind, 0)
     (ids,) = tokens(one, 12)
     _, before = advance(one, one.model.init_state(1, 16, page_size=4, checked=True), [ids[:8]])
-    snapshot = params.map(torch.clone, fm.logical(before, 0))
+    snapshot = params.tree_map(torch.clone, fm.logical(before, 0))
     _, pending = advance(one, before, [ids[8:]], keep_steps=True)
     for j in range(5):
         kept = fm.commit(pending, [j])
         rows = Rows(one, [Asked([*ids[: 8 + j]])], max_len=16)
-        params.map(
+        params.tree_map(
             lambda x, y: torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4),
             fm.logical(kept, 0),
             fm.logical(rows.state, 0),
@@ -299,7 +299,7 @@ def test_held_states_of_both_kinds_stay_bit_for_bit(kind: str, pages: int | None
     held: list[tuple[fm.State, list[dict[str, Tensor]]]] = []
     for right in ([3, 0, 1], [0, 0, 0], [2, 3, 0], [1, 1, 3]):
         for state in (rows.state, rows.dstate):
-            held.append((state, [params.map(torch.clone, fm.logical(state, row)) for row in range(3)]))
+            held.append((state, [params.tree_map(torch.clone, fm.logical(state, row)) for row in range(3)]))
         rows.propose()
         rows.state, rows.dstate = poison(rows.state), poison(rows.dstate)
         rows.propose()

@@ -36,13 +36,13 @@ def trained(kind: str) -> MtpPair:
     """Trunk and head together, the head also on its own hidden states, until both know the sequence."""
     fields = mtp.sizes(kind, 0) | {"vocab_size": VOCAB, "hidden_size": 24, "rms_norm_eps": 1e-6}
     one = mtp.build(kind, fields | {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}, 0, 1)
-    tree = params.map(lambda leaf: leaf.clone().requires_grad_(), one.params)
+    tree = params.tree_map(lambda leaf: leaf.clone().requires_grad_(), one.params)
     optimizer = torch.optim.Adam(params.leaves(tree), lr=0.02)
     for _ in range(45):
         optimizer.zero_grad()
         loss(one, tree).backward()
         optimizer.step()
-    return replace(one, params=params.map(lambda leaf: leaf.detach(), tree))
+    return replace(one, params=params.tree_map(lambda leaf: leaf.detach(), tree))
 
 
 def loss(one: MtpPair, tree: Any) -> Tensor:

@@ -22,16 +22,17 @@ from funcmodels.attention.mla import LatentPages
 from lowering.layouts import NdPages, NzPages
 from tests.oracle.deepseek_v2 import KINDS, build, pair, run, sizes
 from tests.oracle.families import (
-    assert_as_near,
     assert_bitwise,
     check_drawn_drafts,
+    check_gradients,
+    check_nearness,
     check_one_leaf,
+    check_saved,
     check_shared_prefix,
     check_unread_places,
     close,
     loss_of,
     schedules,
-    their_gradients,
     total_loss,
 )
 from tests.oracle.qwen3_5 import Pair, tokens
@@ -104,37 +105,26 @@ def test_bfloat16_is_as_near_the_truth_as_transformers(kind: str, seed: int) -> 
     fields["num_experts_per_tok"] = fields["n_routed_experts"]  # a choice among equals would turn on the last bit
     low, high = build(fields, seed, torch.bfloat16), build(fields, seed, torch.bfloat16)
     high.theirs.float()
-    ids = tokens(low, 33, seed=seed)
-    out, state = advance(low, low.model.init_state(1, 40, dtype=torch.bfloat16), ids)
-    ours = {"logits": out.logits, "hidden": out.hidden, **fm.logical(state, 0)}
-    assert_as_near(ours, run(low, ids[0]), run(high, ids[0]))
+    check_nearness(low, high, run, seed)
 
 
 @kinds
 def test_gradients_are_those_of_transformers(kind: str) -> None:
-    one = pair(kind, 2)
-    ids = tokens(one, 17, 5)
-    loss, theirs = their_gradients(one, ids)
-    grads, value = torch.func.grad_and_value(lambda tree: loss_of(one, tree, ids))(one.params)
-    close(value, loss)
-    named = params.to_checkpoint(grads, one.model.param_spec(), one.model.family.names)
-    for name, grad in theirs.items():
-        assert grad is not None and grad.abs().max() > 0, f"{name} has no gradient to compare"
-        assert_close(named[name], grad, looser=20, reason="a backward sums over tokens, layers and both rows")
+    check_gradients(pair(kind, 2), tokens(pair(kind, 2), 17, 5))
 
 
 def test_gradients_through_a_state_are_those_without_one() -> None:
     """Autograd writes no page in place, and both halves of a prompt get their share."""
     one = pair("full", 1)
     (ids,) = tokens(one, 12)
-    tree = params.map(lambda leaf: leaf.clone().requires_grad_(), one.params)
+    tree = params.tree_map(lambda leaf: leaf.clone().requires_grad_(), one.params)
     state = one.model.init_state(1, 16, page_size=4)
     logits = []
     for part in (ids[:7], ids[7:]):
         out, state = one.model.forward(tree, state, fm.Batch.from_lists([part], state))
         logits.append(out.logits)
     total_loss([torch.cat(logits)], [ids]).backward()
-    found = params.map(lambda leaf: leaf.grad, tree)
+    found = params.tree_map(lambda leaf: leaf.grad, tree)
     expected = torch.func.grad(lambda weights: loss_of(one, weights, [ids]))(one.params)
     assert_close(found, expected, looser=20, reason="a backward sums over tokens and layers")
 
@@ -345,15 +335,7 @@ def test_greedy_tokens_are_those_of_transformers(kind: str) -> None:
 
 @kinds
 def test_checkpoints_load_and_save(kind: str, tmp_path: Path) -> None:
-    """What transformers saves loads, and what we save loads there."""
-    one = pair(kind, 1 if kind == "plain" else 0)
-    one.theirs.save_pretrained(tmp_path / "theirs")
-    model, loaded = fm.load(tmp_path / "theirs", dtype=torch.float32)
-    assert_bitwise(loaded, one.params)
-    params.save(loaded, tmp_path / "ours", model.param_spec(), model.family.names, dict(model.config_json))
-    again = type(one.theirs).from_pretrained(tmp_path / "ours")
-    assert again.state_dict().keys() == one.theirs.state_dict().keys()
-    assert all(torch.equal(x, one.theirs.state_dict()[name]) for name, x in again.state_dict().items())
+    check_saved(pair(kind, 1 if kind == "plain" else 0), tmp_path)
     _, half = fm.load(tmp_path / "theirs", dtype=torch.bfloat16)
     routers = {leaf.dtype for path, leaf in params.items(half) if "router" in path}
     assert routers <= {torch.float32} and half.norm.weight.dtype == torch.bfloat16

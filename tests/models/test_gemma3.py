@@ -19,13 +19,12 @@ import params
 from funcmodels.models.gemma3 import rounded
 from lowering import Policy
 from tests.oracle.families import (
-    assert_as_near,
+    check_gradients,
+    check_nearness,
     check_one_leaf,
+    check_outputs,
     check_stacked,
     close,
-    loss_of,
-    their_gradients,
-    together,
 )
 from tests.oracle.gemma3 import GLOBAL, LOCAL, Pair, build, pair, run, sizes, tokens
 from tests.oracle.states import advance, assert_rows_close, per_row, poison, run_schedule
@@ -55,19 +54,7 @@ def test_the_random_models_are_of_every_kind() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_outputs_layers_and_entries_are_those_of_transformers(seed: int) -> None:
-    one = pair(seed)
-    ids = tokens(one, 1, 13, 2, 30, seed=seed)
-    state = one.model.init_state(4, 40, page_size=(1, 3, 8, 128)[seed % 4])
-    out, state = together(one, state, ids, outputs=LAYERS)
-    plain, _ = together(one, None, ids)
-    for row, row_ids in enumerate(ids):
-        theirs = run(one, row_ids)
-        assert fm.logical(state, row).keys() == theirs.entries.keys()
-        close(fm.logical(state, row), theirs.entries)
-        close(per_row(out.logits, ids)[row], theirs.logits)
-        close(per_row(plain.logits, ids)[row], theirs.logits)
-        close(per_row(out.hidden, ids)[row], theirs.hidden)
-        close([per_row(out.extra[layer], ids)[row] for layer in LAYERS], theirs.layers)
+    check_outputs(pair(seed), run, tokens(pair(seed), 1, 13, 2, 30, seed=seed), (1, 3, 8, 128)[seed % 4])
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -105,10 +92,7 @@ def test_bfloat16_is_as_near_the_truth_as_transformers(seed: int) -> None:
     high.theirs.float()
     # In float32 the scale of the embedding would not be rounded to bfloat16.
     high.theirs.model.embed_tokens.embed_scale.fill_(rounded(low.config.hidden_size**0.5, torch.bfloat16))
-    ids = tokens(low, 33, seed=seed)
-    out, state = together(low, low.model.init_state(1, 40, dtype=torch.bfloat16), ids, outputs=LAYERS)
-    ours = {"logits": out.logits, "hidden": out.hidden, **out.extra, **fm.logical(state, 0)}
-    assert_as_near(ours, run(low, ids[0]), run(high, ids[0]))
+    check_nearness(low, high, run, seed, LAYERS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
@@ -159,17 +143,7 @@ def test_a_norm_weight_below_the_last_place_of_one_counts() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_are_those_of_transformers(seed: int) -> None:
-    one = pair(seed)
-    ids = tokens(one, 17, 5, seed=seed)
-    loss, theirs = their_gradients(one, ids)
-    grads, value = torch.func.grad_and_value(lambda tree: loss_of(one, tree, ids))(one.params)
-    close(value, loss)
-    named = params.to_checkpoint(grads, one.model.param_spec(), one.model.family.names)
-    assert named.keys() == theirs.keys()
-    for name, grad in theirs.items():
-        scale = 1e-2 if name.endswith("k_proj.bias") else 0.0
-        assert grad.abs().max() > 0, f"{name} has no gradient to compare"
-        assert_close(named[name], grad, looser=20, scale=scale, reason="a backward sums over tokens, layers and rows")
+    check_gradients(pair(seed), tokens(pair(seed), 17, 5, seed=seed))
 
 
 @pytest.mark.parametrize("leaf", [f"layers.0.attn.{name}.weight" for name in ("q_norm", "k_norm", "out")])

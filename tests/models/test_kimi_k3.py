@@ -52,7 +52,7 @@ def small(seed: int, **changes: Any) -> Pair:
     Norms of small sums, and a softmax over what layers have added up, make much of a rounding of float32.
     """
     one = build(sizes(seed, **changes), seed)
-    return replace(one, params=params.map(torch.Tensor.double, one.params))
+    return replace(one, params=params.tree_map(torch.Tensor.double, one.params))
 
 
 def empty(one: Pair, rows: int, length: int, **pages: Any) -> fm.State:

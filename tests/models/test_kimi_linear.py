@@ -25,9 +25,10 @@ from lowering import ops
 from lowering.layouts import NdPages, NzPages
 from tests.models.test_qwen3_5 import SPLITS
 from tests.oracle.families import (
-    assert_as_near,
     assert_bitwise,
     check_drawn_drafts,
+    check_nearness,
+    check_saved,
     check_shared_prefix,
     check_unread_places,
     close,
@@ -109,10 +110,7 @@ def test_bfloat16_is_as_near_the_truth_as_transformers(kind: str, seed: int) -> 
     fields |= {"num_experts_per_tok": fields["num_local_experts"], "topk_group": fields["n_group"]}
     low, high = build(fields, seed, torch.bfloat16), build(fields, seed, torch.bfloat16)
     high.theirs.float()
-    ids = tokens(low, 33, seed=seed)
-    out, state = advance(low, low.model.init_state(1, 40, dtype=torch.bfloat16), ids)
-    ours = {"logits": out.logits, "hidden": out.hidden, **fm.logical(state, 0)}
-    assert_as_near(ours, run(low, ids[0]), run(high, ids[0]))
+    check_nearness(low, high, run, seed)
 
 
 @kinds
@@ -138,7 +136,7 @@ def test_gradients_through_a_state_are_those_without_one(kind: str) -> None:
     """Autograd writes nothing in place, and every part of a prompt gets its share."""
     one = pair(kind, 1)
     (ids,) = tokens(one, 30)
-    tree = params.map(lambda leaf: leaf.clone().requires_grad_(), one.params)
+    tree = params.tree_map(lambda leaf: leaf.clone().requires_grad_(), one.params)
     empty = state = one.model.init_state(1, 32, page_size=4)
     logits = []
     for part in (ids[:19], ids[19:20], ids[20:]):
@@ -146,7 +144,7 @@ def test_gradients_through_a_state_are_those_without_one(kind: str) -> None:
         logits.append(out.logits)
     total_loss([torch.cat(logits)], [ids]).backward()
     assert not any(leaf.requires_grad for leaf in params.leaves(empty))
-    found = params.map(lambda leaf: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, tree)
+    found = params.tree_map(lambda leaf: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, tree)
     expected = torch.func.grad(lambda weights: loss_of(one, weights, [ids]))(one.params)
     assert_close(found, expected, looser=20, reason="a backward sums over tokens and layers")
 
@@ -161,7 +159,7 @@ def test_gradients_example_by_example() -> None:
 
     each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(one.params, examples)
     alone = [torch.func.grad(loss)(one.params, example) for example in examples]
-    expected = params.map(lambda *leaves: torch.stack(leaves), *alone)
+    expected = params.tree_map(lambda *leaves: torch.stack(leaves), *alone)
     assert_close(each, expected, looser=20, reason="a backward in another order")
 
 
@@ -344,15 +342,7 @@ def test_greedy_tokens_are_those_of_transformers(kind: str) -> None:
 @kinds
 @pytest.mark.parametrize("seed", range(2))
 def test_checkpoints_load_and_save(kind: str, seed: int, tmp_path: Path) -> None:
-    """What transformers saves loads, and what we save loads there."""
-    one = pair(kind, seed)
-    one.theirs.save_pretrained(tmp_path / "theirs")
-    model, loaded = fm.load(tmp_path / "theirs", dtype=torch.float32)
-    assert_bitwise(loaded, one.params)
-    params.save(loaded, tmp_path / "ours", model.param_spec(), model.family.names, dict(model.config_json))
-    again = type(one.theirs).from_pretrained(tmp_path / "ours")
-    assert again.state_dict().keys() == one.theirs.state_dict().keys()
-    assert all(torch.equal(x, one.theirs.state_dict()[name]) for name, x in again.state_dict().items())
+    check_saved(pair(kind, seed), tmp_path)
     _, half = fm.load(tmp_path / "theirs", dtype=torch.bfloat16)
     kept = {path.rpartition(".")[2] for path, leaf in params.items(half) if leaf.dtype == torch.float32}
     routed = any("router" in path for path, _ in params.items(half))
@@ -415,7 +405,7 @@ def test_a_traced_verification_reads_nothing_and_replays() -> None:
         out, after = one.model.forward(tree, state, replace(batch, tokens=new), keep_steps=True)
         return out.logits, params.leaves(fm.commit(after, torch.ones(2, dtype=torch.int32)))
 
-    spare = params.map(torch.clone, state)
+    spare = params.tree_map(torch.clone, state)
     graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(one.params, spare, batch.tokens)
     assert spare == state, "tracing wrote the example state"
     other = (batch.tokens + 11) % one.config.vocab_size

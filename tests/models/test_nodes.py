@@ -20,6 +20,7 @@ from funcmodels.blocks.mlp import BiasedRouter, Mlp
 from lowering import ops
 from params.tree import tree, unchecked
 from tests import tiny
+from tests.models import test_qwen3
 from tests.oracle import block_drafts, deepseek_v2, gemma3, kimi_k3, kimi_linear, qwen3_5, qwen3_8_flash_next
 from tests.tolerances import assert_close
 
@@ -28,6 +29,7 @@ CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
     "qwen3_5": lambda: {"model_type": "qwen3_5_text", **tiny.SIZES, "mtp_num_hidden_layers": 1},
     "qwen3_5_moe": lambda: {"model_type": "qwen3_5_moe_text", **tiny.SIZES, **MOE},
     "gemma3": lambda: {"model_type": "gemma3_text", **gemma3.sizes(1)},
+    "qwen3": lambda: test_qwen3.sizes(0),
     "deepseek_v2": lambda: {"model_type": "deepseek_v2", **deepseek_v2.sizes("full", 0)},
     "kimi_linear": lambda: {"model_type": "kimi_linear", **kimi_linear.sizes("published", 0)},
     "kimi_k3": lambda: kimi_k3.sizes(0),
@@ -51,7 +53,7 @@ def made(family: str) -> tuple[fm.Model, Any]:
     model = fm.build(CONFIGS[family]())
     generator = torch.Generator().manual_seed(0)
     tree = model.init_params(0, torch.float32)
-    return model, params.map(lambda x: x + torch.randn(x.shape, generator=generator, dtype=x.dtype) / 9, tree)
+    return model, params.tree_map(lambda x: x + torch.randn(x.shape, generator=generator, dtype=x.dtype) / 9, tree)
 
 
 def run(model: fm.Model, tree: Any) -> list[Tensor]:

@@ -17,14 +17,14 @@ import lowering
 import params
 from funcmodels.blocks.mlp import Routing
 from tests.oracle.families import (
-    assert_as_near,
     assert_same_gradients,
+    check_gradients,
+    check_nearness,
     check_per_example,
     check_stacked,
     close,
     loss_of,
     schedules,
-    their_gradients,
     together,
     total_loss,
 )
@@ -90,10 +90,7 @@ def test_bfloat16_is_as_near_the_truth_as_transformers(kind: str, seed: int) -> 
     low = build(kind, fields, seed, torch.bfloat16)
     high = build(kind, fields, seed, torch.bfloat16)
     high.theirs.float()
-    ids = tokens(low, 33, seed=seed)
-    out, state = together(low, low.model.init_state(1, 40, dtype=torch.bfloat16), ids, outputs=LAYERS)
-    ours = {"logits": out.logits, "hidden": out.hidden, **out.extra, **fm.logical(state, 0)}
-    assert_as_near(ours, run(low, ids[0]), run(high, ids[0]))
+    check_nearness(low, high, run, seed, LAYERS)
 
 
 @kinds
@@ -112,16 +109,7 @@ def test_float32_weights_and_a_bfloat16_state(kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "seed"), [*itertools.product(KINDS, (0, 4))])
 def test_gradients_are_those_of_transformers(kind: str, seed: int) -> None:
-    one = pair(kind, seed)
-    ids = tokens(one, 17, 5, seed=seed)
-    loss, theirs = their_gradients(one, ids)
-    grads, value = torch.func.grad_and_value(lambda tree: loss_of(one, tree, ids))(one.params)
-    close(value, loss)
-    named = params.to_checkpoint(grads, one.model.param_spec(), one.model.family.names)
-    assert named.keys() == theirs.keys()
-    for name, grad in theirs.items():
-        assert grad.abs().max() > 0, f"{name} has no gradient to compare"
-        assert_close(named[name], grad, looser=20, reason="a backward sums over tokens, layers and both rows")
+    check_gradients(pair(kind, seed), tokens(pair(kind, seed), 17, 5, seed=seed))
 
 
 # Positions of images
@@ -373,11 +361,11 @@ def test_per_example_gradients(kind: str) -> None:
 def test_states_and_transforms() -> None:
     one = pair("dense", 0)
     state = one.model.init_state(1, 8)
-    before = params.map(torch.clone, state)
+    before = params.tree_map(torch.clone, state)
     batch = fm.Batch.from_lists([[1, 2]], state)
     with pytest.raises(fm.StateError, match=r"made outside a function transform.*pass state=None"):
         torch.func.grad(lambda tree: one.model.forward(tree, state, batch)[0].logits.sum())(one.params)
-    stacked = params.map(lambda leaf: leaf[None], one.params)
+    stacked = params.tree_map(lambda leaf: leaf[None], one.params)
     with pytest.raises(fm.StateError, match="vmap; pass state=None"):
         torch.func.vmap(lambda tree: one.model.forward(tree, state, batch)[0].logits)(stacked)
     assert state == before
@@ -403,7 +391,7 @@ def test_a_state_made_inside_a_gradient(kind: str, checked: bool) -> None:
 
 def test_autograd_does_not_reach_into_a_held_state() -> None:
     one = pair("dense", 0)
-    tree = params.map(lambda leaf: leaf.clone().requires_grad_(), one.params)
+    tree = params.tree_map(lambda leaf: leaf.clone().requires_grad_(), one.params)
     held = one.model.init_state(1, 8, page_size=2)
     out, after = one.model.forward(tree, held, fm.Batch.from_lists([[1, 2, 3]], held))
     out, _ = one.model.forward(tree, after, fm.Batch.from_lists([[4]], after))
@@ -446,7 +434,7 @@ def test_a_traced_forward_reads_nothing_and_replays(
     _, state = advance(one, one.model.init_state(2, 32, page_size=4, checked=checked), tokens(one, 5, 3))
     batch = fm.Batch.from_lists(new, state).pad(sum(map(len, new)) + 2)
     step = forward_of(one, batch, keep_steps)
-    spare = params.map(torch.clone, state)
+    spare = params.tree_map(torch.clone, state)
     graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(one.params, spare, batch.tokens)
     assert spare == state, "tracing wrote the example state"
     other = (batch.tokens + 11) % one.config.vocab_size

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import funcmodels as fm
 import params
-from funcmodels.models.qwen3_8_flash_next import with_index
+from funcmodels.models.qwen3_8_flash_next_index import with_index
 from tests.oracle.families import (
     assert_as_near,
     assert_same_gradients,
@@ -404,7 +404,7 @@ def test_a_traced_forward_reads_nothing_and_replays(new: list[list[int]], keep_s
         after = fm.commit(after, torch.ones(2, dtype=torch.int32)) if keep_steps else after
         return out.logits, params.leaves(after)
 
-    spare = params.map(torch.clone, state)
+    spare = params.tree_map(torch.clone, state)
     graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(one.params, spare, batch.tokens)
     assert spare == state, "tracing wrote the example state"
     other = (batch.tokens + 11) % one.config.vocab_size

@@ -84,7 +84,7 @@ def made(kind: str) -> tuple[fm.Model, Any]:
         return whole(kind)
     model = fm.build(fields | {"num_hidden_layers": 2, "layer_types": fields["layer_types"][:2]})
     draw = torch.Generator().manual_seed(7)
-    return model, trees.map(
+    return model, trees.tree_map(
         lambda leaf: torch.randn(leaf.shape, generator=draw) * max(leaf.shape[-1], 4) ** -0.5, model.init_params()
     )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import funcmodels as fm
 from funcmodels.drafts.block_config import DSPARK
-from funcmodels.drafts.named import DFlashDraft, DSparkDraft, block_spec, read_config, with_context
+from funcmodels.drafts.named import BlockParams, DFlashDraft, DSparkDraft, read_config, with_context
 from params import from_checkpoint
 from params.names.block_drafts import NAMES
 from tests.oracle.qwen3_5 import Pair
@@ -127,7 +127,7 @@ def build(one: Pair, variant: str, seed: int) -> Drafter:
     fields = config_of(one, variant, seed)
     tensors = random_tensors(fields, seed)
     config = read_config(fields, one.config.num_hidden_layers)
-    own = with_context(from_checkpoint(tensors, block_spec(config), NAMES))
+    own = with_context(from_checkpoint(tensors, BlockParams.spec(config), NAMES))
     kind = DFlashDraft if variant == "dflash" else DSparkDraft
     return Drafter(one, kind(one.model, config, own), fields, tensors)
 

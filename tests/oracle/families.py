@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -14,8 +15,8 @@ from torch import Tensor
 import funcmodels as fm
 import lowering
 import params
-from tests.oracle.qwen3_5 import tokens
-from tests.oracle.states import ROUNDING, Ids, advance, assert_rows_close, per_row, poison
+from tests.oracle.qwen3_5 import Pair, tokens
+from tests.oracle.states import ROUNDING, Ids, advance, assert_rows_close, per_row, poison, run_schedule
 from tests.tolerances import assert_close
 
 
@@ -88,14 +89,92 @@ def assert_same_gradients(found: Any, expected: Any, silent: Callable[[str], boo
         assert_close(grad, right, looser=20, reason="a backward in another order")
 
 
+def paired(theirs: Any, seed: int, dtype: torch.dtype = torch.float32) -> Pair:
+    """A model of transformers with every parameter random, the same for the same seed, and ours with its values."""
+    generator = torch.Generator().manual_seed(seed)
+    for leaf in theirs.eval().requires_grad_(False).parameters():
+        noise = torch.randn(leaf.shape, generator=generator)
+        # Vectors stay about what they begin as (norms at zero or one), so that no sum grows from layer to layer.
+        leaf.data = (leaf + 0.3 * noise if leaf.ndim == 1 else noise * 0.7 / leaf.shape[-1] ** 0.5).to(dtype)
+    model = fm.build(theirs.config.to_dict())
+    return Pair(theirs, model, params.from_checkpoint(theirs.state_dict(), model.param_spec(), model.family.names))
+
+
+def check_outputs(one: Any, run: Callable[..., Any], ids: Ids, page_size: int) -> None:
+    """Logits with a state and without, hidden, every layer and every entry of prompts are those of transformers."""
+    layers = [f"layers.{index}" for index in range(one.config.num_hidden_layers)]
+    out, state = together(one, one.model.init_state(len(ids), 40, page_size=page_size), ids, outputs=layers)
+    plain, _ = together(one, None, ids)
+    for row, row_ids in enumerate(ids):
+        theirs = run(one, row_ids)
+        assert fm.logical(state, row).keys() == theirs.entries.keys()
+        close(fm.logical(state, row), theirs.entries)
+        close(per_row(out.logits, ids)[row], theirs.logits)
+        close(per_row(plain.logits, ids)[row], theirs.logits)
+        close(per_row(out.hidden, ids)[row], theirs.hidden)
+        close([per_row(out.extra[layer], ids)[row] for layer in layers], theirs.layers)
+
+
+def check_nearness(low: Any, high: Any, run: Callable[..., Any], seed: int, outputs: Sequence[str] = ()) -> None:
+    """Low precision is as near to float32 on the same rounded weights (`high` in transformers) as transformers' is."""
+    ids = tokens(low, 33, seed=seed)
+    out, state = together(low, low.model.init_state(1, 40, dtype=torch.bfloat16), ids, outputs=outputs)
+    ours = {"logits": out.logits, "hidden": out.hidden, **out.extra, **fm.logical(state, 0)}
+    assert_as_near(ours, run(low, ids[0]), run(high, ids[0]))
+
+
+def check_gradients(one: Any, ids: Ids) -> None:
+    """Of every leaf they are those of transformers. That of a bias of keys is rounding alone."""
+    loss, theirs = their_gradients(one, ids)
+    grads, value = torch.func.grad_and_value(lambda tree: loss_of(one, tree, ids))(one.params)
+    close(value, loss)
+    named = params.to_checkpoint(grads, one.model.param_spec(), one.model.family.names)
+    assert named.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        scale = 1e-2 if name.endswith("k_proj.bias") else 0.0
+        assert grad is not None and grad.abs().max() > 0, f"{name} has no gradient to compare"
+        assert_close(named[name], grad, looser=20, scale=scale, reason="a backward sums over tokens, layers and rows")
+
+
+def check_saved(one: Any, directory: Path) -> None:
+    """What transformers saves loads, and what we save loads there, bit for bit."""
+    one.theirs.save_pretrained(directory / "theirs")
+    model, loaded = fm.load(directory / "theirs", dtype=torch.float32)
+    assert_bitwise(loaded, one.params)
+    params.save(loaded, directory / "ours", model.param_spec(), model.family.names, dict(model.config_json))
+    again = type(one.theirs).from_pretrained(directory / "ours").state_dict()
+    assert again.keys() == one.theirs.state_dict().keys()
+    assert all(torch.equal(value, one.theirs.state_dict()[name]) for name, value in again.items())
+
+
+def check_family(one: Any, run: Callable[..., Any], directory: Path, seed: int) -> None:
+    """What a dense family of one residual stream must satisfy: it is transformers' in every call, and a function."""
+    ids = tokens(one, 1, 13, 2, 23, seed=seed)
+    check_outputs(one, run, ids, page_size=(1, 3, 8, 128)[seed % 4])
+    schedule = [[1, 5, 0, 9], [0, 1, 1, 1], [0, 7, 1, 13]]
+    logits, state = run_schedule(one, one.model.init_state(4, 30, page_size=4), ids, schedule)
+    for row, row_ids in enumerate(ids):
+        theirs = run(one, row_ids)
+        close(logits[row], theirs.logits)
+        close(fm.logical(state, row), theirs.entries)
+    check_gradients(one, ids[1:])
+    check_saved(one, directory)
+    check_stacked(one, ids)
+    check_per_example(one, torch.tensor(tokens(one, 7, 7)))
+    check_one_leaf(one, "layers.1.attn.out.weight", tokens(one, 9)[0])
+    if one.params.head is not None:  # a head that is the table gives NaN for a token that is embedded as NaN
+        check_unread_places(one, one.model.init_state(4, 32, page_size=8), [3, 2, 1, 4])
+    check_drawn_drafts(one, seed)
+
+
 # Transforms
 
 
 def check_stacked(one: Any, ids: Any) -> None:
     """Mapped over stacked parameters: the logits of each."""
     batch = fm.Batch.from_lists(ids)
-    scaled = [params.map(lambda leaf, s=s: leaf * s, one.params) for s in (1.0, 1.1, 0.9)]
-    stacked = params.map(lambda *leaves: torch.stack(leaves), *scaled)
+    scaled = [params.tree_map(lambda leaf, s=s: leaf * s, one.params) for s in (1.0, 1.1, 0.9)]
+    stacked = params.tree_map(lambda *leaves: torch.stack(leaves), *scaled)
     logits = torch.func.vmap(lambda tree: one.model.forward(tree, None, batch)[0].logits)(stacked)
     close(logits, torch.stack([one.model.forward(tree, None, batch)[0].logits for tree in scaled]))
 
@@ -112,7 +191,7 @@ def check_per_example(one: Any, examples: Tensor, silent: Callable[[str], bool] 
 
     each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(one.params, examples)
     alone = [torch.func.grad(loss)(one.params, example) for example in examples]
-    assert_same_gradients(each, params.map(lambda *leaves: torch.stack(leaves), *alone), silent)
+    assert_same_gradients(each, params.tree_map(lambda *leaves: torch.stack(leaves), *alone), silent)
 
 
 def check_one_leaf(one: Any, leaf: str, ids: list[int]) -> None:

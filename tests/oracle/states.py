@@ -83,7 +83,7 @@ def poison(state: State) -> State:
 
     def unread(entry: Any) -> Any:
         if isinstance(entry, Appended):
-            return params.map(unread_pages, entry, is_leaf=lambda part: isinstance(part, NzPages))
-        return params.map(unread_slot, entry)
+            return params.tree_map(unread_pages, entry, is_leaf=lambda part: isinstance(part, NzPages))
+        return params.tree_map(unread_slot, entry)
 
     return params.put(state, "layers", tuple(unread(entry) for entry in state.layers))

@@ -111,13 +111,13 @@ def test_a_draft_head_is_kept(oracle: Any, spec_of: Any, tmp_path: Path) -> None
 def test_gradients_compare_by_name(model: Any, spec_of: Any) -> None:
     """`to_checkpoint` of any tree of values splits it like transformers' parameters, as views that carry gradients."""
     spec = spec_of(model.config)
-    tree = params.map(lambda leaf: leaf.requires_grad_(), params.init(spec, seed=0))
+    tree = params.tree_map(lambda leaf: leaf.requires_grad_(), params.init(spec, seed=0))
     state = params.to_checkpoint(tree, spec, NAMES)
     assert {name: value.shape for name, value in state.items()} == {
         name: value.shape for name, value in model.named_parameters()
     }
     torch.stack([(index + 1) * value.sum() for index, value in enumerate(state.values())]).sum().backward()
-    gradients = params.to_checkpoint(params.map(lambda leaf: leaf.grad, tree), spec, NAMES)
+    gradients = params.to_checkpoint(params.tree_map(lambda leaf: leaf.grad, tree), spec, NAMES)
     for index, value in enumerate(gradients.values()):
         assert torch.equal(value, torch.full_like(value, index + 1))
 
@@ -244,7 +244,7 @@ def test_a_leaf_in_another_memory_order(oracle: Any, spec_of: Any, tmp_path: Pat
     model = oracle("moe")
     spec = spec_of(model.config)
     tree = params.from_checkpoint(model.state_dict(), spec, NAMES)
-    turned = params.map(lambda leaf: leaf.mT.contiguous().mT if leaf.ndim > 1 else leaf, tree)
+    turned = params.tree_map(lambda leaf: leaf.mT.contiguous().mT if leaf.ndim > 1 else leaf, tree)
     assert not turned.layers[0].mlp.experts.gate_up.is_contiguous()
     params.save(turned, tmp_path, spec, NAMES, model.config.to_dict())
     same_model(model, tmp_path)

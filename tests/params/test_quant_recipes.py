@@ -122,8 +122,8 @@ def test_what_is_kept(oracle: Any, spec_of: Any) -> None:
 def test_quantising_leaves_the_tree_alone(oracle: Any, spec_of: Any) -> None:
     """The old tree is as it was and shares what was not quantised; gradients do not follow."""
     whole, *_ = random_tree(oracle, spec_of)
-    whole = params.map(lambda leaf: leaf.requires_grad_(), whole)
-    before = params.map(lambda leaf: leaf.detach().clone(), whole)
+    whole = params.tree_map(lambda leaf: leaf.requires_grad_(), whole)
+    before = params.tree_map(lambda leaf: leaf.detach().clone(), whole)
     quantised = params.quantize(whole, "W8A8_DYNAMIC")
     assert whole == before and quantised.embed.weight is whole.embed.weight
     assert not any(leaf.requires_grad for leaf in params.leaves(quantised.layers[0].mlp.experts))
@@ -231,7 +231,7 @@ def biased_spec(inputs: int = 24) -> Any:
 def test_static_scales_and_biases(tmp_path: Path, dtype: torch.dtype) -> None:
     """A bias moves into the correction, is not stored, and comes back when the tree is dequantised."""
     spec = biased_spec()
-    whole = params.map(lambda leaf: leaf + 0.5, params.init(spec, seed=3, dtype=dtype))
+    whole = params.tree_map(lambda leaf: leaf + 0.5, params.init(spec, seed=3, dtype=dtype))
     ranges = {"qk.weight": (-1.0, 3.0), "out.weight": (-2.0, 0.5)}
     quantised = params.quantize(whole, "W8A8", input_ranges=ranges)
     weight = quantised["qk"].weight
@@ -256,7 +256,7 @@ def test_static_scales_and_biases(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_a_bias_that_is_stored_beside_the_correction_counts_once(tmp_path: Path) -> None:
     """Of a static module it is passed over; of its FLOAT neighbour in the same leaf it is read."""
     spec = biased_spec()
-    whole = params.map(lambda leaf: leaf + 0.5, params.init(spec, seed=3))
+    whole = params.tree_map(lambda leaf: leaf + 0.5, params.init(spec, seed=3))
     ranges = {"qk.weight": (-1.0, 3.0)}
     quantised = params.quantize(whole, {"qk.weight": "W8A8"}, input_ranges=ranges)
     weight = quantised["qk"].weight

@@ -31,7 +31,7 @@ def loaded() -> Loaded:
     model = fm.build({"model_type": "qwen3_5_text", **tiny.SIZES, "mtp_num_hidden_layers": 1})
     generator = torch.Generator().manual_seed(0)
     params = model.init_params(seed=1)
-    return model, fm.model.checkpoints.map(lambda x: torch.randn(x.shape, generator=generator) / 6, params)
+    return model, fm.model.checkpoints.tree_map(lambda x: torch.randn(x.shape, generator=generator) / 6, params)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 import funcmodels as fm
 from funcmodels.serving.prefixes import Share, pages_held, plan
 from funcmodels.state import pages
-from params import tree
+from params.tree import tree_map
 from tests import tiny
 from tests.serving.test_generate_drafted import outcome, scripted
 
@@ -85,7 +85,7 @@ def loaded() -> Loaded:
     sizes["layer_types"] = ["linear_attention", "full_attention"]
     model = fm.build({"model_type": "qwen3_5_text", **sizes, "mtp_num_hidden_layers": 1})
     generator = torch.Generator().manual_seed(0)
-    return model, tree.map(lambda x: torch.randn(x.shape, generator=generator) / 6, model.init_params(seed=1))
+    return model, tree_map(lambda x: torch.randn(x.shape, generator=generator) / 6, model.init_params(seed=1))
 
 
 class Watched(pages.PagePool):

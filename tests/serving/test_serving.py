@@ -24,6 +24,7 @@ from funcmodels.serving.loop import NOBODY
 from funcmodels.serving.programs import Keys, Programs, settled
 from funcmodels.serving.requests import Row
 from params import tree
+from params.tree import tree_map
 from tests import tiny
 from tests.serving.test_generate_drafted import PENALTIES, PROMPTS, SAMPLED, outcome, scripted
 
@@ -44,7 +45,7 @@ def fresh() -> Loaded:
     layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     model = fm.build({"model_type": "qwen3_5_text", **tiny.SIZES, **layers, "mtp_num_hidden_layers": 1})
     generator = torch.Generator().manual_seed(0)
-    return model, tree.map(lambda x: torch.randn(x.shape, generator=generator) / 6, model.init_params(seed=1))
+    return model, tree_map(lambda x: torch.randn(x.shape, generator=generator) / 6, model.init_params(seed=1))
 
 
 @contextmanager

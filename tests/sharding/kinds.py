@@ -78,4 +78,4 @@ def whole(kind: str) -> tuple[fm.Model, Any]:
     def random(leaf: torch.Tensor) -> torch.Tensor:
         return torch.randn(leaf.shape, generator=draw) * max(leaf.shape[-1], 4) ** -0.5
 
-    return model, trees.map(random, model.init_params())
+    return model, trees.tree_map(random, model.init_params())

@@ -11,7 +11,7 @@ import torch
 import funcmodels as fm
 import lowering
 import params as trees
-from funcmodels.drafts.named import DFlashDraft, DSparkDraft, block_spec, read_config
+from funcmodels.drafts.named import BlockParams, DFlashDraft, DSparkDraft, read_config
 from funcmodels.drafts.protocol import DraftedParams
 from params.sharding import Ranks
 from tests.oracle import block_drafts
@@ -53,7 +53,7 @@ def block_draft(variant: str) -> tuple[Any, Any]:
     model, params = one_of_many("qwen_moe")
     fields = block_drafts.config_of(Pair(None, model, None), variant, 1)
     config = read_config(fields, model.config.num_hidden_layers)
-    own = trees.map(lambda leaf: replace(leaf, dtype=leaf.dtype or torch.bfloat16), block_spec(config))
+    own = trees.tree_map(lambda leaf: replace(leaf, dtype=leaf.dtype or torch.bfloat16), BlockParams.spec(config))
     kind = DFlashDraft if variant == "dflash" else DSparkDraft
     return kind(model, config, own), DraftedParams(params, own)
 

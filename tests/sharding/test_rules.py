@@ -12,11 +12,10 @@ import torch
 import funcmodels as fm
 import lowering
 import params as trees
-from funcmodels.blocks.linear import Linear, linear_spec
+from funcmodels.blocks.linear import Linear
 from lowering import ops
 from params import reading
 from params.sharding import Cut, Inputs, Outputs, Ranks, Vocabulary
-from params.tree import unchecked
 from tests.sharding.kinds import EXPERTS, KINDS, whole
 
 SIZES = (2, 4)
@@ -176,9 +175,9 @@ def test_quantised_weights_are_cut_alike(kind: str, scheme: str, whole_experts: 
 def test_products_of_parted_blocks_add_up(inputs: int) -> None:
     """Two ranks' products of MX weights, of which both have a part of one block, are near the whole's."""
     draw = torch.Generator().manual_seed(inputs)
-    spec = linear_spec(inputs, 10, shard=Inputs(4))
+    spec = Linear.spec(inputs, 10, shard=Inputs(4))
     weight = torch.randn(10, inputs, generator=draw)
-    params = trees.quantize(unchecked(Linear, weight=weight), "W8A8_MXFP8")
+    params = trees.quantize(Linear(weight), "W8A8_MXFP8")
     x = torch.randn(3, inputs, generator=draw)
     found = torch.zeros(3, 10)
     for rank in range(4):

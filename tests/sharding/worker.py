@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import funcmodels as fm
 import lowering
 import params as trees
-from funcmodels.drafts.named import NAMES, block_spec
+from funcmodels.drafts.named import NAMES, BlockParams
 from lowering import ops
 from lowering.explain.report import watch
 from tests.oracle import block_drafts
@@ -152,7 +152,7 @@ def block_drafted(model: fm.Model, params: Any, own: fm.Model, held: Any) -> lis
     one = block_drafts.build(Pair(None, model, params), "vanilla", 1)
     with tempfile.TemporaryDirectory() as directory:
         plain = trees.put(one.draft.params, "context", None)
-        trees.save(plain, directory, block_spec(one.draft.config), NAMES, one.fields)
+        trees.save(plain, directory, BlockParams.spec(one.draft.config), NAMES, one.fields)
         ranks = fm.generate(own, held, [[3, 4, 5]], 8, draft=directory)
     return [ranks[0].tokens, fm.generate(model, params, [[3, 4, 5]], 8)[0].tokens]
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import funcmodels as fm
 import lowering
 import params
-from funcmodels.model import FAMILIES
+from funcmodels.models import FAMILIES
 from tests.oracle.qwen3_5 import Pair, pair, tokens
 from tests.oracle.states import advance, assert_rows_close, per_row, refuses
 from tests.sharding import kinds as families
@@ -499,7 +499,7 @@ def test_a_shared_pool_counts_its_pages(one: Pair) -> None:
 
 def test_out_of_pages_names_the_remedy_and_leaves_the_state(one: Pair) -> None:
     _, state = advance(one, one.model.init_state(2, 16, page_size=4, pages=2), [[1, 2, 3, 4], [5]])
-    before = params.map(torch.clone, state)
+    before = params.tree_map(torch.clone, state)
     for call in (lambda: advance(one, state, [[6], [7]]), lambda: fm.fork(state)):
         with pytest.raises(fm.OutOfPages, match=r"1 more pages are needed and 0 of 2.*init_state\(pages=\.\.\.\)"):
             call()

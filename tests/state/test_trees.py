@@ -63,7 +63,7 @@ def test_a_tree_survives_flattening_copying_and_pickling(kind: str, name: str) -
     value = trees(pair(kind, 0))[name]
     leaves, structure = pytree.tree_flatten(value)
     assert pytree.tree_unflatten(leaves, structure) == value
-    assert params.map(lambda leaf: leaf, value) == value
+    assert params.tree_map(lambda leaf: leaf, value) == value
     assert copy.deepcopy(value) == value
     assert pickle.loads(pickle.dumps(value)) == value
 
@@ -128,7 +128,7 @@ def test_a_copy_is_independent_and_holds_only_its_own_pages(kind: str, duplicate
     twin = duplicate(state)
     pool = twin.ledger.leases[0].pool
     assert pool.free == 12 - 4, "the fork was not copied, so its pages are free in the copy"
-    before = params.map(torch.clone, state)
+    before = params.tree_map(torch.clone, state)
     out, _ = advance(one, twin, [[5, 5, 5, 5], [6]])
     assert state == before
     right, _ = advance(one, other, [[5, 5, 5, 5], [6]])
@@ -154,7 +154,7 @@ def test_states_of_different_history_map_together() -> None:
     one = pair("dense", 0)
     first = started(one)
     _, second = advance(one, first, [[1], [2]])
-    total = params.map(lambda a, b: a + b, first, second)
+    total = params.tree_map(lambda a, b: a + b, first, second)
     assert total.lengths.tolist() == [9 + 10, 2 + 3]
     assert pytree.tree_structure(first) == pytree.tree_structure(second)
 
@@ -176,7 +176,7 @@ def test_printed_values_are_short_and_hold_no_contents() -> None:
 def test_absent_parts_are_structure(absent: str) -> None:
     one = build("dense", sizes("dense", 1))
     assert getattr(one.params, absent) is None
-    assert getattr(params.map(torch.clone, one.params), absent) is None
+    assert getattr(params.tree_map(torch.clone, one.params), absent) is None
 
 
 def test_prefix_and_three_branches() -> None:

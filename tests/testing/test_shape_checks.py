@@ -21,6 +21,7 @@ import funcmodels as fm
 import lowering
 import params
 from funcmodels.attention import gqa
+from funcmodels.blocks.linear import Linear
 from funcmodels.state.step import begin
 from funcmodels.testing.shape_checks import disable_shape_checks, enable_shape_checks, shape_checked
 from lowering import OPS, Rows, ops
@@ -78,11 +79,11 @@ WRONG: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "part of a tuple": (
         lambda: attention(rotary=(tokens(5, 2), tokens(5, 1))),
-        ["funcmodels.attention.gqa.gated_attention: rotary[1]: axis 'half' is 1, expected 2 as in rotary[0]"],
+        ["funcmodels.attention.gqa.attention: rotary[1]: axis 'half' is 1, expected 2 as in rotary[0]"],
     ),
     "not a tuple": (
         lambda: attention(rotary=tokens(5, 2)),
-        ["gated_attention: rotary: f32[5,2] is not tuple[Float[Tensor, 'tokens half'], Float[Tensor, 'tokens half']]"],
+        ["attention: rotary: f32[5,2] is not tuple[Float[Tensor, 'tokens half'], Float[Tensor, 'tokens half']]"],
     ),
     "of two shapes the one with as many axes": (
         lambda: delta_rule(decay=tokens(5, 2, 3)),
@@ -101,7 +102,7 @@ WRONG: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "batch axis too many": (
         lambda: attention(x=tokens(1, 5, 32)),
-        ["gated_attention: x: shape is [1, 5, 32], expected 2 axes: tokens hidden"],
+        ["attention: x: shape is [1, 5, 32], expected 2 axes: tokens hidden"],
     ),
 }
 
@@ -115,11 +116,11 @@ def delta_rule(**changes: Any) -> Any:
 
 def attention(**changes: Any) -> Tensor:
     """Gated attention of two rows, 3 and 2 tokens, with some arguments replaced."""
-    weights = params.init(gqa.gated_attention_spec(32, heads=4, kv_heads=2, head_dim=8))
+    weights = params.init(gqa.GatedAttention.spec(32, heads=4, kv_heads=2, head_dim=8))
     step = begin(None, fm.Batch.from_lists([[1, 2, 3], [4, 5]]))
     rotary = ops.rotary_angles(step.positions, rotary_dim=4, theta=1e4)
     given = {"x": tokens(5, 32), "rotary": rotary, "heads": 4, "kv_heads": 2} | changes
-    return gqa.gated_attention(weights, past=None, step=step, eps=1e-6, **given)[0]
+    return gqa.attention(weights, past=None, step=step, eps=1e-6, **given)[0]
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -130,6 +131,16 @@ def test_a_wrong_call_names_function_argument_axis_and_sizes(name: str) -> None:
         call()
     for sentence in expected:
         assert sentence in str(caught.value)
+
+
+@pytest.mark.usefixtures("checks")
+def test_a_tree_takes_a_spec_where_it_takes_a_tensor_and_nowhere_else() -> None:
+    spec = Linear.spec(3, 2)
+    assert isinstance(spec.weight, params.TensorSpec) and spec.weight.shape == (2, 3)
+    wrong: list[Any] = [tokens(3), 3, spec]
+    for weight in wrong:
+        with pytest.raises(TypeCheckError, match=r"Linear.__init__: weight: (shape is|expected)"):
+            Linear(weight)
 
 
 def run(model: fm.Model, weights: Any) -> list[Any]:
@@ -165,7 +176,7 @@ def test_right_calls_give_the_same_bits(moe: bool) -> None:
 def test_enabling_twice_is_enabling_once_and_disabling_puts_everything_back() -> None:
     def look() -> list[Any]:
         return [
-            gqa.gated_attention,
+            gqa.attention,
             vars(fm.Batch)["from_tokens"],
             fm.commit,
             ops.linear.body,
@@ -187,12 +198,12 @@ def test_enabling_twice_is_enabling_once_and_disabling_puts_everything_back() ->
 
 def test_names_imported_elsewhere_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     other = types.ModuleType("other")
-    vars(other)["attention"] = gqa.gated_attention
+    vars(other)["attention"] = gqa.attention
     monkeypatch.setitem(sys.modules, "other", other)
     enable_shape_checks()
-    assert vars(other)["attention"] is gqa.gated_attention
+    assert vars(other)["attention"] is gqa.attention
     disable_shape_checks()
-    assert vars(other)["attention"] is gqa.gated_attention
+    assert vars(other)["attention"] is gqa.attention
 
 
 @pytest.mark.parametrize("value", ["1", "0", ""])
@@ -231,8 +242,8 @@ def test_a_kernel_answers_for_its_result(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_call_python_itself_refuses_keeps_its_own_error() -> None:
     with pytest.raises(TypeError, match="missing 3 required positional arguments"):
         ops.attention(tokens(5, 4, 8))
-    with pytest.raises(TypeError, match=r"gated_attention\(\) missing"):
-        gqa.gated_attention()  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"attention\(\) missing"):
+        gqa.attention()  # type: ignore[call-arg]
 
 
 # Functions of the reader's own.

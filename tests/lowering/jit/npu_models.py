@@ -50,7 +50,7 @@ def made(kind: str) -> Made:
     def random_leaf(spec: Any) -> torch.Tensor:
         return (torch.randn(spec.shape, generator=draw) * spec.shape[-1] ** -0.5).to(spec.dtype or torch.bfloat16)
 
-    return Made(model, trees.map(random_leaf, model.param_spec()))
+    return Made(model, trees.tree_map(random_leaf, model.param_spec()))
 
 
 def on(double: Double, monkeypatch: pytest.MonkeyPatch, cls: type = NpuGraphs) -> None:

@@ -18,6 +18,7 @@ import funcmodels as fm
 import lowering
 from lowering.jit import jitted
 from params import tree
+from params.tree import tree_map
 from tests.lowering.jit.test_whole_round import begun
 from tests.oracle.mtp import MtpPair, small
 
@@ -213,7 +214,7 @@ def test_a_round_that_fails_half_way_uses_both_states_up(monkeypatch: pytest.Mon
     step = lowering.jit(fm.Round(one.model, fm.draft(one.model, "mtp")).run, donate=("state", "drafted"), backend="fx")
     rest = (fm.RowSampling.of([fm.Sampling()] * 2), torch.arange(2), torch.tensor([4, 4]))
     state, drafted, carry = begun(one, [[5, 6, 7], [8]])
-    kept = (fm.fork(state), fm.fork(drafted), tree.map(torch.clone, carry))
+    kept = (fm.fork(state), fm.fork(drafted), tree_map(torch.clone, carry))
     failing.at = 1
     with pytest.raises(FaultError, match="write 1"):
         step(one.params, state, drafted, carry, *rest)

@@ -104,7 +104,7 @@ def test_parameters_that_were_made_inside_train_outside() -> None:
         trees.dequantize(made[2], torch.float32)
     leaves = [leaf for tree in (*made, batch, mask) for leaf in trees.leaves(tree) if isinstance(leaf, Tensor)]
     assert not any(leaf.is_inference() for leaf in leaves)
-    params = trees.map(lambda leaf: leaf.requires_grad_(), made[0])
+    params = trees.tree_map(lambda leaf: leaf.requires_grad_(), made[0])
     model.forward(params, None, batch)[0].logits.sum().backward()
     assert params.embed.weight.grad is not None
 

@@ -16,6 +16,7 @@ import funcmodels as fm
 import lowering
 from lowering import CaptureError, LoweringError
 from params import tree
+from params.tree import tree_map
 from tests.oracle.mtp import small
 from tests.oracle.states import advance
 
@@ -213,7 +214,7 @@ def test_what_cannot_be_captured_is_refused() -> None:
         lowering.jit(lambda x: x + 1, backend="fx")(torch.ones(2, device="meta"))
     with pytest.raises(CaptureError, match="backend 'cuda' captures tensors on cuda, these lie on cpu"):
         lowering.jit(lambda x: x + 1, backend="cuda")(torch.ones(2))
-    watched = tree.map(lambda leaf: leaf.detach().clone().requires_grad_(), one.params)
+    watched = tree_map(lambda leaf: leaf.detach().clone().requires_grad_(), one.params)
     with pytest.raises(CaptureError, match="'params' requires gradients, and captured code records none"):
         captured(one)(watched, state, batch)
     with torch.no_grad():

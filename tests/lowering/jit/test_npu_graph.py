@@ -16,7 +16,7 @@ import lowering
 from funcmodels.drafts.round import Round
 from lowering import CaptureError, npu_reference
 from lowering.jit.npu import NpuGraphs
-from params import tree
+from params.tree import tree_map
 from tests.lowering.jit.npu_double import DEVICE, HANDLED, Double, HangError, NPUGraph
 from tests.lowering.jit.npu_models import MAX_LEN, ROWS, NpuTwins, made, on
 from tests.lowering.jit.test_round import same
@@ -100,7 +100,7 @@ def test_a_captured_round_equals_a_plain_one(kind: str, temperature: float, doub
             found, *mine = step(one.params, *mine, sampling, requests, most, steps=3, drawn=temperature > 0)
             expected, *right = plainly(one.params, *right, sampling, requests, most, steps=3, drawn=temperature > 0)
             assert same(found, expected) and same(mine[2], right[2]), f"round {number}"
-            kept.append((found, tree.map(torch.clone, found)))
+            kept.append((found, tree_map(torch.clone, found)))
             for actual, plain in zip(mine[:2], right[:2], strict=True):
                 assert actual.ledger.lengths == plain.ledger.lengths == tuple(plain.lengths.tolist())
                 for row in range(ROWS):
@@ -326,7 +326,7 @@ def test_bounds_of_lengths_are_another_program(double: Double) -> None:
 def test_parameters_that_moved_are_captured_over_once(double: Double) -> None:
     twins = NpuTwins("dense", 16)
     twins.forward([1, 1, 1])
-    twins.one = type(twins.one)(twins.one.model, tree.map(torch.clone, twins.one.params))
+    twins.one = type(twins.one)(twins.one.model, tree_map(torch.clone, twins.one.params))
     with pytest.warns(
         lowering.RecaptureWarning, match="captured again, since tensors that must stay in place were moved"
     ):

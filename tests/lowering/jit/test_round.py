@@ -12,6 +12,7 @@ import funcmodels as fm
 import lowering
 from lowering.jit.buckets import Buckets
 from params import tree
+from params.tree import tree_map
 from tests.lowering.jit.twins import BUCKETS, plain_kernels
 from tests.oracle.mtp import MtpPair, small
 
@@ -89,7 +90,7 @@ def test_captured_rounds_equal_plain_ones(kind: str, temperature: float) -> None
         sampling = fm.RowSampling.of([fm.Sampling(temperature, seed=row) for row in range(ROWS)])
         found = [side.round(sampling, most) for side in sides]
         assert same(*found), f"round {number}"
-        kept.append((found[0], tree.map(torch.clone, found[0])))
+        kept.append((found[0], tree_map(torch.clone, found[0])))
         for of in (
             lambda side: side.carry,
             lambda side: side.state.ledger.lengths,

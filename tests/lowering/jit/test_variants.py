@@ -18,7 +18,7 @@ import torch
 import funcmodels as fm
 import lowering
 import params as trees
-from funcmodels.drafts.named import DFlashDraft, DSparkDraft, block_spec, read_config, with_context
+from funcmodels.drafts.named import BlockParams, DFlashDraft, DSparkDraft, read_config, with_context
 from funcmodels.serving.programs import Keys
 from funcmodels.serving.requests import Request, Row
 from lowering import npu_reference
@@ -65,7 +65,7 @@ def draft_of(kind: str) -> Any:
     def leaf(spec: torch.Tensor) -> torch.Tensor:
         return (torch.randn(spec.shape, generator=generator) * spec.shape[-1] ** -0.5).bfloat16()
 
-    own = with_context(trees.map(leaf, trees.init(block_spec(config), 0)))
+    own = with_context(trees.tree_map(leaf, trees.init(BlockParams.spec(config), 0)))
     return (DFlashDraft if kind == "dflash" else DSparkDraft)(model, config, own)
 
 

@@ -11,7 +11,7 @@ import torch
 import funcmodels as fm
 import lowering
 from funcmodels.drafts.round import Round
-from params import tree
+from params.tree import tree_map
 from tests.lowering.jit.test_round import same
 from tests.oracle.mtp import MtpPair, small
 from tests.oracle.states import advance
@@ -47,7 +47,7 @@ def test_a_captured_round_equals_its_parts(kind: str, temperature: float, drawn:
         with lowering.use(paged_attention="torch", experts="torch"):
             expected, *right = plainly(one.params, *right, sampling, requests, most, steps=STEPS, drawn=drawn)
         assert same(found, expected) and same(mine[2], right[2]), f"round {number}"
-        kept.append((found, tree.map(torch.clone, found)))
+        kept.append((found, tree_map(torch.clone, found)))
         for actual, plain in zip(mine[:2], right[:2], strict=True):
             assert actual.ledger.lengths == plain.ledger.lengths == tuple(plain.lengths.tolist())
             for row in range(ROWS):

@@ -38,11 +38,11 @@ class Lowered:
         def random(leaf: torch.Tensor) -> torch.Tensor:
             return torch.randn(leaf.shape, generator=draw) * leaf.shape[-1] ** -0.5
 
-        return Lowered(model, _sharp(trees.map(random, model.init_params())))
+        return Lowered(model, _sharp(trees.tree_map(random, model.init_params())))
 
     def typed(self, dtype: torch.dtype) -> Any:
         """The parameters in `dtype`, but for those that the spec pins."""
-        return trees.map(lambda spec, value: value.to(spec.dtype or dtype), self.model.param_spec(), self.params)
+        return trees.tree_map(lambda spec, value: value.to(spec.dtype or dtype), self.model.param_spec(), self.params)
 
     @torch.no_grad()
     def outcome(self, dtype: torch.dtype, layout: str) -> list[torch.Tensor]:

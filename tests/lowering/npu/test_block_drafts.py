@@ -10,7 +10,7 @@ import torch
 import funcmodels as fm
 import lowering
 import params as trees
-from funcmodels.drafts.named import DSparkDraft, block_spec, read_config, with_context
+from funcmodels.drafts.named import BlockParams, DSparkDraft, read_config, with_context
 from lowering import npu_reference
 from lowering.target import ASCEND
 from tests.lowering.npu.lowered import assert_near
@@ -40,9 +40,9 @@ def outcome(dtype: torch.dtype) -> list[torch.Tensor]:
     def random(leaf: torch.Tensor) -> torch.Tensor:
         return torch.randn(leaf.shape, generator=draw) * leaf.shape[-1] ** -0.5
 
-    target = trees.map(random, model.init_params())
-    own = trees.map(random, trees.init(block_spec(config), 0))
-    target = trees.map(lambda leaf, value: value.to(leaf.dtype or dtype), model.param_spec(), target)
+    target = trees.tree_map(random, model.init_params())
+    own = trees.tree_map(random, trees.init(BlockParams.spec(config), 0))
+    target = trees.tree_map(lambda leaf, value: value.to(leaf.dtype or dtype), model.param_spec(), target)
     draft = DSparkDraft(model, config, with_context(trees.to(own, dtype=dtype)))
     state = model.init_state(3, 4 * PAGE, dtype, torch.bfloat16, page_size=PAGE)
     drafted = draft.init_state(state)

@@ -47,7 +47,7 @@ def made(budget: str) -> tuple[fm.Model, Any]:
     def random(leaf: Tensor) -> Tensor:
         return torch.randn(leaf.shape, generator=draw) * leaf.shape[-1] ** -0.5
 
-    return model, trees.map(random, model.init_params())
+    return model, trees.tree_map(random, model.init_params())
 
 
 @functools.cache

@@ -50,13 +50,13 @@ def made(request: pytest.FixtureRequest) -> tuple[fm.Model, Any]:
     def random(leaf: Tensor) -> Tensor:
         return torch.randn(leaf.shape, generator=draw) * leaf.shape[-1] ** -0.5
 
-    return model, trees.map(random, model.init_params())
+    return model, trees.tree_map(random, model.init_params())
 
 
 @torch.no_grad()
 def outcome(model: fm.Model, params: Any, dtype: torch.dtype) -> Iterator[Tensor]:
     """Logits of every forward of the schedule, then every logical entry."""
-    params = trees.map(lambda value: value.to(dtype), params)
+    params = trees.tree_map(lambda value: value.to(dtype), params)
     state = model.init_state(3, 4 * PAGE, dtype, page_size=PAGE)
     draw = torch.Generator().manual_seed(8)
     for at, counts in enumerate(SCHEDULE):
@@ -86,8 +86,8 @@ def test_prepared_weights_change_nothing(target: str) -> None:
     """Those of norms hold one plus the weight where the target wants it; projections keep their biases."""
     model = fm.build({**CONFIGS["packed"], "attention_bias": True})
     draw = torch.Generator().manual_seed(2)
-    params = trees.map(lambda leaf: torch.randn(leaf.shape, generator=draw) / 9, model.init_params())
-    low = trees.map(lambda leaf: leaf.to(torch.bfloat16), params)
+    params = trees.tree_map(lambda leaf: torch.randn(leaf.shape, generator=draw) / 9, model.init_params())
+    low = trees.tree_map(lambda leaf: leaf.to(torch.bfloat16), params)
     batch = fm.Batch.from_lists([[1, 2, 3], [4, 5, 6]])
     with lowering.use(target=target):
         plain, _ = model.forward(low, None, batch)
@@ -102,7 +102,7 @@ def test_captured_windows_move_on_with_every_replay(
     """Lengths within a window's pages are computed anew: rows decode past their first page, and a part is dropped."""
     on(Double(), monkeypatch)
     model, params = made
-    one = Made(model, trees.map(lambda leaf: leaf.to(torch.bfloat16), params))
+    one = Made(model, trees.tree_map(lambda leaf: leaf.to(torch.bfloat16), params))
     monkeypatch.setattr("tests.lowering.jit.npu_models.made", lambda kind: one)
     twins = NpuTwins("gemma3", 1)
     twins.forward([3, 1, 4])
@@ -127,7 +127,7 @@ def test_one_policy_turns_the_native_norm_on_everywhere(target: str, made: tuple
     """Of Gemma3 and Qwen3.5, fused with a sum or not; without it every norm is an operator's."""
     model, params = made
     batch = fm.Batch.from_lists([[1, 2, 3], [4, 5, 6]])
-    low = trees.map(lambda leaf: leaf.to(torch.bfloat16), params)
+    low = trees.tree_map(lambda leaf: leaf.to(torch.bfloat16), params)
     for prefer, kernels in (({}, True), ({"gemma_rms_norm": "torch"}, False)):
         with lowering.use(Policy(prefer), target=target), lowering.record() as report, torch.no_grad():
             model.forward(low, None, batch)

@@ -14,6 +14,7 @@ from lowering import LoweringError, npu_reference, ops
 from lowering.npu.moe import GroupedWeight
 from lowering.npu.norm import OnePlusWeight
 from params import tree
+from params.tree import tree_map
 from tests.cases import cases_of
 from tests.tiny import SIZES
 from tests.tolerances import assert_close
@@ -83,7 +84,7 @@ def test_prepared_parameters_run_the_same_forward(target: str) -> None:
     """Each target's own weights are prepared, the plain tree is left alone, and the model computes the same."""
     model = fm.build(MOE)
     params = model.init_params(seed=3, dtype=torch.bfloat16)
-    before = tree.map(Tensor.clone, params)
+    before = tree_map(Tensor.clone, params)
     with lowering.use(target=target):
         prepared = lowering.prepare(params)
     assert tree.equal(params, before)

@@ -20,6 +20,7 @@ from lowering.npu import features, mla
 from lowering.ops import LatentPools, LatentQueries, Latents
 from lowering.target import named
 from params import tree
+from params.tree import tree_map
 from tests.cases import Draw, RowCounts
 from tests.each import each
 
@@ -261,7 +262,7 @@ def test_strided_arguments(kernel: str) -> None:
     wide = torch.cat((q.nope.flatten(1), q.rope.flatten(1), new.latent, new.rope), 1)
     q_nope, q_rope, *both = wide.split((4 * 128, 4 * 64, 512, 64), 1)
     q, new = LatentQueries(q_nope.unflatten(1, (4, 128)), q_rope.unflatten(1, (4, 64))), Latents(*both)
-    up, rows = torch.cat((up, up), 1)[:, :512], tree.map(lambda x: torch.stack((x, x), -1)[..., 0], rows)
+    up, rows = torch.cat((up, up), 1)[:, :512], tree_map(lambda x: torch.stack((x, x), -1)[..., 0], rows)
     args = (q, new, pages, up, rows)
     assert not any(x.is_contiguous() for x in tree.leaves((q, new, up, rows)))
     assert torch.equal(Made(args, call.kwargs, call.held, call.counts, call.sizes).run(kernel), call.run(kernel))

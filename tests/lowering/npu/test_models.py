@@ -55,13 +55,13 @@ def made(request: pytest.FixtureRequest) -> tuple[fm.Model, Any]:
     def random(leaf: torch.Tensor) -> torch.Tensor:
         return torch.randn(leaf.shape, generator=draw) * leaf.shape[-1] ** -0.5
 
-    return model, trees.map(random, model.init_params())
+    return model, trees.tree_map(random, model.init_params())
 
 
 @torch.no_grad()
 def outcome(model: fm.Model, params: Any, dtype: torch.dtype, recurrent: torch.dtype) -> list[torch.Tensor]:
     """Logits of every forward of the schedule and the draft head's, then every logical entry of both states."""
-    params = trees.map(lambda leaf, value: value.to(leaf.dtype or dtype), model.param_spec(), params)
+    params = trees.tree_map(lambda leaf, value: value.to(leaf.dtype or dtype), model.param_spec(), params)
     state = model.init_state(3, 4 * PAGE, dtype, recurrent, page_size=PAGE)
     draft = fm.draft(model, "mtp")
     drafted, found = draft.init_state(state), []

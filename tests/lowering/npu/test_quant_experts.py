@@ -16,6 +16,7 @@ from lowering.npu.quant_experts import Int4Experts, Int8Experts, MXFP8Experts
 from params import tree
 from params.quant.rounding import int4_correction, int4_weight, int8_weight, mxfp8, pack_int4
 from params.quant.values import Int4Weight, Int8Weight, MXFP8Weight
+from params.tree import tree_map
 from tests.cases import Draw
 from tests.tolerances import assert_close
 
@@ -122,7 +123,7 @@ def test_experts(scheme: str, seed: int) -> None:
     y, wanted = run(args, target, kernel), expected(*args).to(dtype)
     assert (y == wanted).float().mean() > 0.9
     assert_close(y, wanted, looser=2.0, reason="a step of int8 in one of the sums' terms")
-    before = tree.map(Tensor.clone, args)
+    before = tree_map(Tensor.clone, args)
     assert torch.equal(run(prepared(args, kernel), target, kernel), y) and tree.equal(args, before)
 
 
@@ -245,7 +246,7 @@ REFUSALS = [
     (INTEGERS, (FOUR[0].half(), FOUR[1].half(), *FOUR[2:]), "takes bfloat16; x is float16"),
     (INTEGERS, changed(GOOD, 0, GOOD[0][:, :64]), "takes x of 128 inputs, as the weight has; this one has 64"),
     (INTEGERS, changed(GOOD, 4, torch.zeros(EXPERTS, HIDDEN, INNER)), "down is a Tensor"),
-    (INTEGERS, (*GOOD[:2], GOOD[2][:, :1], *(tree.map(lambda x: x[:1], w) for w in GOOD[3:])), "2 to 1024 experts"),
+    (INTEGERS, (*GOOD[:2], GOOD[2][:, :1], *(tree_map(lambda x: x[:1], w) for w in GOOD[3:])), "2 to 1024 experts"),
     (BLOCKS, (MX[0][:, :96], *MX[1:3], PADDED, MX[4]), r"takes weights without padding; this one has \(0, 32\)"),
     (BLOCKS, (MX[0][:, :96], *MX[1:3], SLIM, MX[4]), "inputs and outputs in 64s; this one has 96 and 128"),
     (BLOCKS, changed(MX, 4, blocks(torch.ones(EXPERTS, HIDDEN, 32))), "outputs in 64s; this one has 32 and 128"),

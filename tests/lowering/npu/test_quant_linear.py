@@ -15,6 +15,7 @@ from lowering.npu.quant_linear import Int8Blocks, MXFP8Pairs, StaticInt8Blocks, 
 from params import tree
 from params.quant.rounding import int8_range, int8_weight, mxfp8
 from params.quant.values import Int8Weight, MXFP8Weight, SplitWeight, StaticInt8Weight
+from params.tree import tree_map
 from tests.cases import Draw
 
 BFLOAT, HALF = torch.bfloat16, torch.float16
@@ -66,7 +67,7 @@ def test_products_are_the_formulas_bit_for_bit(kernel: str, inputs: int, dtype: 
     made, x = weight(kind, 64, inputs), Draw(dtype, 4).normal(3, 2, inputs)
     expected = ops.linear.body(x, made)
     assert torch.equal(run(x, made, target, kernel), expected) and expected.dtype == dtype
-    before = tree.map(Tensor.clone, made)
+    before = tree_map(Tensor.clone, made)
     prepared = ops.linear.kernels[kernel].prepare(made) or made  # type: ignore[misc]
     assert torch.equal(run(x, prepared, target, kernel), expected)
     assert tree.equal(made, before) and prepared.shape == made.shape and prepared.device == made.device

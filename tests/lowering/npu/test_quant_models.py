@@ -45,7 +45,7 @@ def made() -> tuple[fm.Model, Any]:
     def random(leaf: Tensor) -> Tensor:
         return torch.randn(leaf.shape, generator=draw) * leaf.shape[-1] ** -0.5
 
-    return model, trees.map(random, model.init_params())
+    return model, trees.tree_map(random, model.init_params())
 
 
 @torch.no_grad()
@@ -65,7 +65,7 @@ def test_a_quantised_model(scheme: str, made: tuple[fm.Model, Any]) -> None:
     """Its lowered forward is as near to the float model as the formulas' forward is, and the same when prepared."""
     model, plain = made
     words, target, kernels = SCHEMES[scheme]
-    half = trees.map(lambda leaf, value: value.to(leaf.dtype or torch.bfloat16), model.param_spec(), plain)
+    half = trees.tree_map(lambda leaf, value: value.to(leaf.dtype or torch.bfloat16), model.param_spec(), plain)
     params = trees.quantize(half, words)
     exact, usual = logits(model, plain, torch.float32), logits(model, params, torch.bfloat16)
     with lowering.use(target=target), lowering.record() as report:

@@ -23,6 +23,7 @@ from lowering.kernel import FUSED, REFERENCE
 from lowering.npu.features import missing
 from lowering.target import ASCEND, named
 from params import tree
+from params.tree import tree_map
 from tests import tiny
 from tests.cases import CASES, Case, cases_of
 from tests.each import each
@@ -462,7 +463,7 @@ def test_refusals_do_not_read_values() -> None:
     """Every kernel's refusal of every case is the same for tensors without any."""
     for case in CASES:
         given = arguments(case.op, case.name)
-        meta = tree.map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, given)
+        meta = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, given)
         for kernel in OPS[case.op].kernels.values():
             if kernel.operators and kernel.refuse:
                 (args, kwargs), (empty, _) = split(case.op, given), split(case.op, meta)

@@ -142,7 +142,7 @@ def test_a_float64_model_prefills_and_decodes(kind: str, recurrent: torch.dtype)
 def test_one_argument_makes_all_float64(family: Any, tmp_path: Path) -> None:
     """Leaves that families want in float32, states, and what is read again as it is stored; bfloat16 leaves them so."""
     one, draw = family.pair(*getattr(family, "KINDS", ())[:1], 0), Draw(torch.float64)
-    exact = trees.map(lambda leaf: draw.normal(*leaf.shape), one.model.param_spec())
+    exact = trees.tree_map(lambda leaf: draw.normal(*leaf.shape), one.model.param_spec())
     fm.save(one.model, exact, tmp_path)
     for dtype in (torch.float64, None):
         model, found = fm.load(tmp_path, dtype=dtype)

@@ -16,7 +16,7 @@ import lowering
 from lowering import LoweringError, ops
 from lowering.layouts import LAYOUTS, NdPages, NzPages, Pages, layout_for
 from lowering.ops import LatentPools, LatentQueries, Latents
-from params.tree import map
+from params.tree import tree_map
 from tests.cases import Draw, RowCounts, latent_rows
 from tests.each import each, try_all
 from tests.tolerances import assert_close
@@ -177,7 +177,7 @@ def test_gradients_through_pages_and_new_latents(kernel: str) -> None:
     assert len(places) and len(slots) == rows.tokens
 
     def loss(q_nope: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, old: Tensor, up: Tensor) -> Tensor:
-        pools, new = map(torch.clone, LatentPools(NdPages(old.nan_to_num()), pages.rope)), Latents(latent, rope)
+        pools, new = tree_map(torch.clone, LatentPools(NdPages(old.nan_to_num()), pages.rope)), Latents(latent, rope)
         pools = ops.write_latents(pools, new, slots)
         return ops.mla_prefix_attention(LatentQueries(q_nope, q_rope), new, pools, up, made, **hints).square().sum()
 

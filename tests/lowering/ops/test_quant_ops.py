@@ -20,7 +20,6 @@ from funcmodels.blocks.mlp import Experts
 from lowering import LoweringError, ops
 from lowering.ops.quant import integer_product
 from lowering.portable.quant import MXMatrix, PackedInt8
-from params import tree
 from params.quant.rounding import int4_correction, int4_weight, int8_weight, mxfp4, mxfp8, pack_int4
 from params.quant.values import (
     Int4Weight,
@@ -32,6 +31,7 @@ from params.quant.values import (
     dequantized,
     mx_values,
 )
+from params.tree import tree_map
 from tests.cases import Draw
 from tests.tolerances import assert_close
 
@@ -393,7 +393,7 @@ def test_what_is_not_finite_stays_in_its_token(kind: str) -> None:
 
 
 def expert(weight: Any, at: int) -> Any:
-    return tree.map(lambda leaf: leaf[at], weight)
+    return tree_map(lambda leaf: leaf[at], weight)
 
 
 def mixed(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Any, down: Any) -> Tensor:
@@ -445,7 +445,7 @@ def test_kernels_of_experts_are_chosen_by_their_tokens() -> None:
     few, many = draw_experts("mx", torch.float32, tokens=3), draw_experts("mx", torch.float32, tokens=4)
     assert kernels_of_experts(few) == ["torch_quantized_grouped", "torch_quantized_gathered", "torch"]
     assert kernels_of_experts(many) == ["torch_quantized_grouped", "torch"]
-    meta = tree.map(lambda leaf: leaf.to("meta"), few)
+    meta = tree_map(lambda leaf: leaf.to("meta"), few)
     with lowering.use(target="cpu"):
         assert ops.experts.explain(*meta).kernel.name == "torch_quantized_gathered"
 
@@ -470,7 +470,7 @@ def test_experts_of_which_one_weight_is_plain() -> None:
     choice = ops.experts.explain(x, weights, ids, gate_up, plain)
     assert choice.kernel.name == "torch"
     assert "one of this call's is plain" in choice.refused["torch_quantized_grouped"]
-    inner = mixed(x, weights, ids, gate_up, tree.map(lambda leaf: leaf, plain))
+    inner = mixed(x, weights, ids, gate_up, tree_map(lambda leaf: leaf, plain))
     assert_close(ops.experts(x, weights, ids, gate_up, plain), inner)
 
 
@@ -495,7 +495,7 @@ def test_prepared_weights() -> None:
         mx4_weight(w),
         SplitWeight((int4(w), mx_weight(w[1:]), w[2:])),
     )
-    before = tree.map(torch.clone, given)
+    before = tree_map(torch.clone, given)
     ready: list[Any] = [lowering.prepare(Linear(weight), target="cpu").weight for weight in given]
     assert given == before
     if VNNI:

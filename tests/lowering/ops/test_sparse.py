@@ -18,7 +18,7 @@ from lowering import OPS, Policy, ops
 from lowering.host import HostLengths
 from lowering.ops.sparse import as_pages, selects_all
 from lowering.portable import sparse
-from params import tree
+from params.tree import tree_map
 from tests.cases import RowCounts
 from tests.tolerances import assert_close
 
@@ -437,7 +437,7 @@ def test_strided_arguments_select_and_attend_the_same() -> None:
     for name, (args, kwargs, expected) in calls.items():
         for kernel, index in itertools.product(OPS[name].serving("cpu"), range(len(args))):
             given = list(args)
-            given[index] = tree.map(lambda x: torch.stack((x, x), -1).flatten(-2)[..., ::2], args[index])
+            given[index] = tree_map(lambda x: torch.stack((x, x), -1).flatten(-2)[..., ::2], args[index])
             with lowering.use(Policy({name: kernel.name})):
                 result = OPS[name](*given, **kwargs)
             result = result.sort(-1).values if name == "index_scores_topk" else result
