@@ -149,7 +149,7 @@ GROUPS = {"models": MODELS, "state": STATE}
 
 
 def outcome(mutation: Mutation, copy: Path) -> str:
-    """Applies a mutation to the copy, runs its tests, and undoes it: "caught", "survives", or why neither is known."""
+    """Runs the tests of a mutation in the copy, and undoes it: "caught" and by what, "survives", or what is wrong."""
     file = mutation.file(copy)
     if file is None:
         return LOST
@@ -160,8 +160,9 @@ def outcome(mutation: Mutation, copy: Path) -> str:
         done = subprocess.run(command, shell=True, cwd=copy, env=_environment(copy), capture_output=True, text=True)
     finally:
         file.write_text(whole)
-    # 1: a test failed; 0: none did; all else is a command that ran no test.
-    return {0: "survives", 1: "caught"}.get(done.returncode, f"ran no test: {done.stdout[-300:]}{done.stderr[-300:]}")
+    if done.returncode == 1:
+        return f"caught by {next(line for line in done.stdout.splitlines() if line.startswith(('FAILED', 'ERROR')))}"
+    return "survives" if done.returncode == 0 else f"ran no test: {done.stdout[-300:]}{done.stderr[-300:]}"
 
 
 def _environment(copy: Path) -> dict[str, str]:
@@ -194,8 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for one in chosen:
             began = time.monotonic()
             found = outcome(one, copy)
-            missed += found != "caught"
-            print(f"{found} ({time.monotonic() - began:.0f} s): {one}", flush=True)
+            missed += not found.startswith("caught")
+            print(f"{one}\n  {found} ({time.monotonic() - began:.0f} s)", flush=True)
     print(f"{len(chosen) - missed} of {len(chosen)} caught")
     return min(missed, 1)
 
