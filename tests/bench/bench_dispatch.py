@@ -60,10 +60,10 @@ def main() -> None:
         plain = microseconds(lambda body=body, tensors=tensors: body(*tensors, **HINTS))
         chosen = microseconds(lambda op=op, tensors=tensors: op(*tensors, **HINTS))
         print(f"{count} tensors, 3 static: body {plain:5.2f} us, op {chosen:5.2f} us, choice {chosen - plain:5.2f} us")
-    over = Op(over_rows)
+    over, tensors = Op(over_rows), [torch.zeros(2, 3) for _ in range(6)]
     starts, table = torch.arange(4, dtype=torch.int32), torch.zeros(3, 9, dtype=torch.int32)
     host = HostLengths((1,) * 3, (9,) * 3, ((1,),) * 3, exact=True)
-    given = (*tensors[:3], Rows(starts, starts[1:], table, max_query=1, uniform=True, host=host))
+    given = (tensors[0], tensors[1], tensors[2], Rows(starts, starts[1:], table, max_query=1, uniform=True, host=host))
     plain = microseconds(lambda: over_rows(*given, scale=1.0))
     chosen = microseconds(lambda: over(*given, scale=1.0))
     print(f"3 tensors and rows: body {plain:5.2f} us, op {chosen:5.2f} us, choice {chosen - plain:5.2f} us")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -15,8 +14,9 @@ from torch import Tensor
 import funcmodels as fm
 import lowering
 import params
+from lowering import ops
 from tests.oracle.qwen3_5 import Pair, tokens
-from tests.oracle.states import ROUNDING, Ids, advance, assert_rows_close, per_row, poison, run_schedule
+from tests.oracle.states import ROUNDING, Ids, advance, assert_rows_close, per_row, poison
 from tests.tolerances import assert_close
 
 
@@ -100,73 +100,6 @@ def paired(theirs: Any, seed: int, dtype: torch.dtype = torch.float32) -> Pair:
     return Pair(theirs, model, params.from_checkpoint(theirs.state_dict(), model.param_spec(), model.family.names))
 
 
-def check_outputs(one: Any, run: Callable[..., Any], ids: Ids, page_size: int) -> None:
-    """Logits with a state and without, hidden, every layer and every entry of prompts are those of transformers."""
-    layers = [f"layers.{index}" for index in range(one.config.num_hidden_layers)]
-    out, state = together(one, one.model.init_state(len(ids), 40, page_size=page_size), ids, outputs=layers)
-    plain, _ = together(one, None, ids)
-    for row, row_ids in enumerate(ids):
-        theirs = run(one, row_ids)
-        assert fm.logical(state, row).keys() == theirs.entries.keys()
-        close(fm.logical(state, row), theirs.entries)
-        close(per_row(out.logits, ids)[row], theirs.logits)
-        close(per_row(plain.logits, ids)[row], theirs.logits)
-        close(per_row(out.hidden, ids)[row], theirs.hidden)
-        close([per_row(out.extra[layer], ids)[row] for layer in layers], theirs.layers)
-
-
-def check_nearness(low: Any, high: Any, run: Callable[..., Any], seed: int, outputs: Sequence[str] = ()) -> None:
-    """Low precision is as near to float32 on the same rounded weights (`high` in transformers) as transformers' is."""
-    ids = tokens(low, 33, seed=seed)
-    out, state = together(low, low.model.init_state(1, 40, dtype=torch.bfloat16), ids, outputs=outputs)
-    ours = {"logits": out.logits, "hidden": out.hidden, **out.extra, **fm.logical(state, 0)}
-    assert_as_near(ours, run(low, ids[0]), run(high, ids[0]))
-
-
-def check_gradients(one: Any, ids: Ids) -> None:
-    """Of every leaf they are those of transformers. That of a bias of keys is rounding alone."""
-    loss, theirs = their_gradients(one, ids)
-    grads, value = torch.func.grad_and_value(lambda tree: loss_of(one, tree, ids))(one.params)
-    close(value, loss)
-    named = params.to_checkpoint(grads, one.model.param_spec(), one.model.family.names)
-    assert named.keys() == theirs.keys()
-    for name, grad in theirs.items():
-        scale = 1e-2 if name.endswith("k_proj.bias") else 0.0
-        assert grad is not None and grad.abs().max() > 0, f"{name} has no gradient to compare"
-        assert_close(named[name], grad, looser=20, scale=scale, reason="a backward sums over tokens, layers and rows")
-
-
-def check_saved(one: Any, directory: Path) -> None:
-    """What transformers saves loads, and what we save loads there, bit for bit."""
-    one.theirs.save_pretrained(directory / "theirs")
-    model, loaded = fm.load(directory / "theirs", dtype=torch.float32)
-    assert_bitwise(loaded, one.params)
-    params.save(loaded, directory / "ours", model.param_spec(), model.family.names, dict(model.config_json))
-    again = type(one.theirs).from_pretrained(directory / "ours").state_dict()
-    assert again.keys() == one.theirs.state_dict().keys()
-    assert all(torch.equal(value, one.theirs.state_dict()[name]) for name, value in again.items())
-
-
-def check_family(one: Any, run: Callable[..., Any], directory: Path, seed: int) -> None:
-    """What a dense family of one residual stream must satisfy: it is transformers' in every call, and a function."""
-    ids = tokens(one, 1, 13, 2, 23, seed=seed)
-    check_outputs(one, run, ids, page_size=(1, 3, 8, 128)[seed % 4])
-    schedule = [[1, 5, 0, 9], [0, 1, 1, 1], [0, 7, 1, 13]]
-    logits, state = run_schedule(one, one.model.init_state(4, 30, page_size=4), ids, schedule)
-    for row, row_ids in enumerate(ids):
-        theirs = run(one, row_ids)
-        close(logits[row], theirs.logits)
-        close(fm.logical(state, row), theirs.entries)
-    check_gradients(one, ids[1:])
-    check_saved(one, directory)
-    check_stacked(one, ids)
-    check_per_example(one, torch.tensor(tokens(one, 7, 7)))
-    check_one_leaf(one, "layers.1.attn.out.weight", tokens(one, 9)[0])
-    if one.params.head is not None:  # a head that is the table gives NaN for a token that is embedded as NaN
-        check_unread_places(one, one.model.init_state(4, 32, page_size=8), [3, 2, 1, 4])
-    check_drawn_drafts(one, seed)
-
-
 # Transforms
 
 
@@ -194,11 +127,10 @@ def check_per_example(one: Any, examples: Tensor, silent: Callable[[str], bool] 
     assert_same_gradients(each, params.tree_map(lambda *leaves: torch.stack(leaves), *alone), silent)
 
 
-def check_one_leaf(one: Any, leaf: str, ids: list[int]) -> None:
+def check_one_leaf(one: Any, leaf: str, ids: list[int], empty: fm.State) -> None:
     """The gradient of one leaf through a state: pages that a backward needs, or that an older state has, stay."""
     tree = params.put(one.params, leaf, params.at(one.params, leaf).clone().requires_grad_())
-    empty = state = one.model.init_state(1, 16, page_size=4)
-    logits = []
+    state, logits = empty, []
     for part in (ids[:4], ids[4:5], ids[5:]):
         out, state = one.model.forward(tree, state, fm.Batch.from_lists([part], state))
         logits.append(out.logits)
@@ -210,6 +142,24 @@ def check_one_leaf(one: Any, leaf: str, ids: list[int]) -> None:
 
 
 # Calls
+
+
+def watch_ops(monkeypatch: Any, **places: int) -> dict[str, tuple[list[Any], list[Any]]]:
+    """What the named ops read at a place of their arguments from now on, and what they give."""
+    seen: dict[str, tuple[list[Any], list[Any]]] = {name: ([], []) for name in places}
+
+    def watched(name: str, place: int, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = real(*args, **kwargs)
+            for found, value in zip(seen[name], (args[place], result), strict=True):
+                found.append(value)
+            return result
+
+        return call
+
+    for name, place in places.items():
+        monkeypatch.setattr(ops, name, watched(name, place, getattr(ops, name)))
+    return seen
 
 
 @st.composite
@@ -234,11 +184,12 @@ def assert_bitwise(actual: Any, expected: Any) -> None:
     assert all(torch.equal(x, y) for x, y in zip(params.leaves(actual), params.leaves(expected), strict=True))
 
 
-def check_drawn_drafts(one: Any, seed: int) -> None:
+def check_drawn_drafts(one: Any, seed: int, page_size: int) -> None:
     """Rounds of random drafts, verified greedily: the tokens are those of one token at a time."""
     prompts, draw = tokens(one, 5, 8, seed=seed), random.Random(seed)
-    expected = [result.tokens for result in fm.generate(one.model, one.params, prompts, 12, eos=())]
-    _, state = advance(one, one.model.init_state(2, 40, page_size=4), [row[:-1] for row in prompts])
+    results = fm.generate(one.model, one.params, prompts, 12, eos=(), page_size=page_size)
+    expected = [result.tokens for result in results]
+    _, state = advance(one, one.model.init_state(2, 40, page_size=page_size), [row[:-1] for row in prompts])
     emitted: list[list[int]] = [[], []]
     roots = [row[-1] for row in prompts]
     while min(len(row) for row in emitted) < 12:
@@ -260,35 +211,40 @@ def check_drawn_drafts(one: Any, seed: int) -> None:
     assert [row[:12] for row in emitted] == expected
 
 
-def check_shared_prefix(one: Any, run: Callable[..., Any], layout: str) -> None:
-    """Rows forked in one pool hold the full pages of the prefix together, and go on apart. `run` is transformers'."""
+def check_shared_prefix(one: Any, run: Callable[[list[int]], Any], empty: fm.State) -> None:
+    """Rows forked in one pool hold the full pages of the prefix together, and go on apart. `run` is the oracle's.
+
+    `empty` has one row, and pages of eight to ten tokens.
+    """
     prefix, *tails = tokens(one, 21, 6, 1, 9)
-    state = one.model.init_state(1, 48, page_size=8, pages=24, layout=layout)
-    _, state = advance(one, state, [prefix])
+    _, state = advance(one, empty, [prefix])
     before = fm.logical(state, 0)
     shared = fm.fork(state, [0, 0, 0])
     assert len({lease.pages[:2] for lease in shared.ledger.leases}) == 1
     out, after = advance(one, shared, tails)
     for row, tail in enumerate(tails):
-        theirs = run(one, prefix + tail)
+        theirs = run(prefix + tail)
         close(per_row(out.logits, tails)[row], theirs.logits[len(prefix) :])
         close(fm.logical(after, row), theirs.entries)
     assert_bitwise(fm.logical(state, 0), before)
     kept = fm.select(after, [2, -1, 0])
     out, _ = advance(one, kept, [[3], [4, 5], [6]])
-    close(out.logits[0], run(one, [*prefix, *tails[2], 3]).logits[-1])
-    close(out.logits[1:3], run(one, [4, 5]).logits)
+    close(out.logits[0], run([*prefix, *tails[2], 3]).logits[-1])
+    close(out.logits[1:3], run([4, 5]).logits)
     fm.release(state)
 
 
-def check_unread_places(one: Any, empty: fm.State, counts: Sequence[int], **kernels: Any) -> None:
+def check_unread_places(
+    one: Any, empty: fm.State, counts: Sequence[int], drawn: Callable[..., Any], **kernels: Any
+) -> None:
     """What a forward of `counts` new tokens may not read holds NaN, and padding tokens are embedded as NaN.
 
-    `empty` has four rows and pages of eight tokens: pasts are 0, and one token below, at and above a page's end.
-    `kernels` are asked for by name.
+    `empty` has four rows, whose pasts are 0, 8, 9 or 7, and longer than windows and selections: with pages of eight
+    tokens they end below, at and above a page's end. `kernels` are asked for by name.
     """
-    pasts, bad = (7, 0, 8, 9), one.config.vocab_size - 1
-    ids = [[token % bad for token in row] for row in tokens(one, *(p + c for p, c in zip(pasts, counts, strict=True)))]
+    assert one.params.head is not None
+    pasts, bad = (19 if counts[0] > 1 else 7, 0, 8, 9), one.config.vocab_size - 1
+    ids = [[token % bad for token in row] for row in drawn(*(p + c for p, c in zip(pasts, counts, strict=True)))]
     broken = one.params.embed.weight.clone()
     broken[bad] = torch.nan
     spoiled = params.put(one.params, "embed.weight", broken)
@@ -300,5 +256,5 @@ def check_unread_places(one: Any, empty: fm.State, counts: Sequence[int], **kern
     batch = replace(batch, tokens=batch.tokens.index_fill(0, torch.arange(count, count + 5), bad))
     with lowering.use(**kernels):
         out, after = one.model.forward(spoiled, dirty, batch)
-    close(out.logits[:count], clean.logits)
+    close((out.logits[:count], out.hidden[:count]), (clean.logits, clean.hidden))
     assert_rows_close(after, expected)

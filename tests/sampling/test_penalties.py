@@ -18,6 +18,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsPro
 import funcmodels as fm
 from funcmodels import RowSampling, Sampling, TokenCounts, sample
 from funcmodels.sampling import draws as sampling
+from params.tree import tree_map
 from tests.sampling.test_sampling import chi_square, expected_law
 
 VOCAB = 23
@@ -115,7 +116,7 @@ PROMPT, OUTPUT = [2, 4], [3, 3, 6, 0]
 def test_draws_follow_the_law() -> None:
     count = 40_000
     index = torch.arange(count)
-    counts = TokenCounts.of([PROMPT], 8).add(torch.tensor([OUTPUT])).select(torch.zeros(count, dtype=torch.int64))
+    counts = tree_map(lambda x: x.expand(count, -1), TokenCounts.of([PROMPT], 8).add(torch.tensor([OUTPUT])))
     tokens = sample(torch.tensor([LOGITS]).expand(count, -1), GIVEN, index % 173, index // 173, counts)
     seen = torch.bincount(tokens, minlength=8)
     rows = np.array(LOGITS, np.float32)
@@ -183,9 +184,6 @@ def test_counts_are_values() -> None:
     second = first.add(torch.tensor([[0, 0, -1], [3, -1, -1]], dtype=torch.int32))
     assert first.output.sum() == 0 and first.prompt.tolist() == [[False, True, False, False], [False] * 4]
     assert second.output.tolist() == [[2, 0, 0, 0], [0, 0, 0, 1]]
-    picked = second.select(torch.tensor([1, -1, 0]))
-    assert picked.output.tolist() == [[0, 0, 0, 1], [0] * 4, [2, 0, 0, 0]]
-    assert picked.prompt.tolist() == [[False] * 4, [False] * 4, [False, True, False, False]]
     with pytest.raises(IndexError):
         TokenCounts.of([[4]], 4)
 
