@@ -197,8 +197,8 @@ TILES = ("nd", "nz")
 
 SUBJECTS = (
     Subject(
-        "qwen3", _of_seed(qwen3), qwen3.run, lambda kind, seed: qwen3.pair.__wrapped__(seed, torch.bfloat16), seeds=(0, 2, 1, 3), axes=1,
-        kernels=_references("paged_attention"),
+        "qwen3", _of_seed(qwen3), qwen3.run, lambda kind, seed: qwen3.made(seed, torch.bfloat16), seeds=(0, 2, 1, 3),
+        axes=1, kernels=_references("paged_attention"),
         leaves=tuple(f"layers.0.attn.{name}.weight" for name in ("q_norm", "k_norm", "out")),
     ),
     Subject(

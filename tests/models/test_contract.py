@@ -269,7 +269,7 @@ def test_rows_that_fork_move_and_start_anew(case: Drawn, owned: bool) -> None:
     _, fresh = advance(one, case.empty(1, 24), [new])
     assert_rows_close(moved, fresh, [(0, 0)])
     assert_rows_close(moved, state, [(1, 0)])
-    assert fm.release(moved, [0]).host.lengths[0] == 0
+    assert fm.release(moved, [0]).ledger.lengths[0] == 0
 
 
 # Padding and what nobody may read
@@ -508,7 +508,7 @@ def test_a_forward_on_the_meta_device(case: Drawn) -> None:
         batch = fm.Batch.from_lists(new, state)
         out, state = one.model.forward(tree, state, batch, logits="last", keep_steps=keep_steps)
         assert out.logits.shape == (2, one.config.vocab_size) and out.logits.device.type == "meta"
-    assert fm.commit(state, [1, 2]).host.lengths == (11, 3)
+    assert fm.commit(state, [1, 2]).ledger.lengths == (11, 3)
 
 
 @models(kinds=2)

@@ -236,7 +236,7 @@ def test_tracing_reads_nothing_and_a_window_reads_its_pages_alone() -> None:
         chosen = {row.kernel: row.count for row in report.rows if row.op == "paged_attention"}
         assert chosen == {"torch_window": one.config.layer_types.count(LOCAL),
                           "torch": one.config.layer_types.count(GLOBAL)}  # fmt: skip
-    assert fm.commit(state, [1, 2]).host.lengths == (5, 3)
+    assert fm.commit(state, [1, 2]).ledger.lengths == (5, 3)
 
 
 # Checkpoints

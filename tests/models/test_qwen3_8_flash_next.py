@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import funcmodels as fm
-from funcmodels.models.qwen3_8_flash_next import with_index
+from funcmodels.models.qwen3_8_flash_next_index import with_index
 from tests.oracle.families import (
     close,
     together,

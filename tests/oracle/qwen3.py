@@ -13,7 +13,7 @@ from tests.oracle.families import paired
 from tests.oracle.gemma3 import run
 from tests.oracle.qwen3_5 import Pair
 
-__all__ = ["pair", "run", "sizes"]
+__all__ = ["made", "pair", "run", "sizes"]
 
 
 def sizes(seed: int) -> dict[str, Any]:
@@ -30,11 +30,13 @@ def sizes(seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@functools.cache
-def pair(seed: int, dtype: torch.dtype = torch.float32) -> Pair:
-    """The same for the same seed."""
+def made(seed: int, dtype: torch.dtype = torch.float32) -> Pair:
+    """A random model of each, the same for the same seed."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(**sizes(seed))
     config._attn_implementation = "eager"
     return paired(Qwen3ForCausalLM(config), seed, dtype)
+
+
+pair = functools.cache(made)
