@@ -72,10 +72,17 @@ def first_line(docstring: str | None) -> str:
     return docstring.strip().splitlines()[0]
 
 
+def weighed() -> str:
+    """The ops whose kernels a rule orders call by call."""
+    names = ", ".join(f"`{name}`" for name, op in sorted(lowering.OPS.items()) if op.orders)
+    return f"A rule weighs them by a call's shapes instead, and says why, for: {names}."
+
+
 TABLES = {
     "families": families,
     "report": report,
     "rooms": rooms,
+    "weighed": weighed,
     "kernels": lowering.table,
     "ascend_targets": lowering.npu_kernels.target_table,
     "ascend_ops": lowering.npu_kernels.op_table,
