@@ -1,6 +1,6 @@
 """Ops with a reference body, kernels for targets, and the choice between them, explained.
 
-`lowering` knows no model. `ops/` holds one file an op family; `torch/` faster Torch kernels for the same ops, `npu/`
+`lowering` knows no model. `ops/` holds one file an op family; `portable/` faster Torch kernels for the same ops, `npu/`
 those of torch_npu's fused operators.
 """
 

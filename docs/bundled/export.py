@@ -60,10 +60,10 @@ def acceptance(
 
 
 def card(data: Path, facts: dict[str, Any]) -> str:
-    """The model card, `card.md` with the run's figures in it."""
+    """The model card, `card.txt` with the run's figures in it."""
     corpus = json.loads((data / "corpus.json").read_text())
     tokens = facts["step"] * train.ROWS * train.LENGTH
-    return Template((train.HERE / "card.md").read_text()).substitute(
+    return Template((train.HERE / "card.txt").read_text()).substitute(
         python=corpus["python"],
         sha256=corpus["sha256"],
         documents=corpus["train"]["documents"],
