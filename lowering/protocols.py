@@ -52,7 +52,7 @@ class Ragged(HostValued):
         """One of this size, all padding, to capture with."""
 
 
-class Ledger(abc.ABC):
+class HostSide(abc.ABC):
     """What the host knows of one version of a carried value. Immutable; its changes are functions to note on a tape."""
 
     @abc.abstractmethod
@@ -79,7 +79,7 @@ class Carried(HostValued):
 
     @abc.abstractmethod
     def with_ledger(self, ledger: Any) -> Any:
-        """Its tensors with this ledger, or with none; what was donated to make it is its own."""
+        """The tensors with this ledger, or with none; what was donated to make it is its own."""
 
     @abc.abstractmethod
     def mark_used(self, how: str, instead: str = ...) -> None:

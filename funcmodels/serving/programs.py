@@ -55,7 +55,7 @@ class Keys:
 
     @staticmethod
     def of(rows: Sequence[Row], every: Sequence[Sampling], device: torch.device) -> Keys:
-        """Those of `rows`, some of them live; `every` are the settings that rows may come to have.
+        """Keys of `rows`, some of them live; `every` are the settings that rows may come to have.
 
         What is static in them depends on what kinds of settings the rows have, and on no more of who they are.
         """
@@ -122,7 +122,7 @@ class Programs:
 
     @staticmethod
     def of(model: Model, draft: Draft | None, backend: str | None) -> Programs:
-        """Those of a model and a draft, captured if a backend of `lowering.jit` is named."""
+        """Programs of a model and a draft, captured if a backend of `lowering.jit` is named."""
         step = Step(model, () if draft is None else draft.outputs)
         if backend is None:
             return Programs(step.run) if draft is None else Programs(step.run, draft.extend, Round(model, draft).run)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from lowering import protocols
 from lowering.host import HostInt, known_equal, symbolic
+from lowering.protocols import HostSide
 
 from ..errors import StaleStateError, StateError
 from .pages import Extent, Lease, Writing
@@ -36,7 +36,7 @@ class Growth(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ledger(protocols.Ledger):
+class Ledger(HostSide):
     """Rows hold at least `least` and at most `lengths` tokens, equal unless accepted counts stayed on the device.
 
     `in_table[r]` pages of row r's lease are written in the device page table. `pending` are the tokens offered to
@@ -54,7 +54,7 @@ class Ledger(protocols.Ledger):
 
     @staticmethod
     def empty(leases: tuple[Lease, ...]) -> Ledger:
-        """That of empty rows."""
+        """Rows that hold nothing yet, in these leases."""
         none = (0,) * len(leases)
         return Ledger(none, none, leases, _held(leases), Writing(none), Extent(exact=True))
 

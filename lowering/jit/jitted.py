@@ -42,7 +42,7 @@ from .backends import BACKENDS, DEFAULTS
 from .buckets import Bucket, Buckets, NoBucketError, idle
 from .capture import MOST_PLACES, TRACING, Backend, Capture, Placed, Rehearsal
 from .program import Flat, flattened, trace
-from .tape import Call
+from .tape import HostCall
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -164,7 +164,7 @@ class Jitted:
             return result
         capture, flats = self._captured(arguments)
         program = capture.program
-        call = Call(program.tape, _unpadded(arguments, given), program.known(_tensors(flats)))
+        call = HostCall(program.tape, _unpadded(arguments, given), program.known(_tensors(flats)))
         ready = {name: value for name, value in call.arguments.items() if isinstance(value, Carried)}
         if any(value is not arguments[name] for name, value in ready.items()):
             arguments |= ready

@@ -91,7 +91,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutOff:
     """A result made with the padding of a ragged argument, which is cut off on an axis."""
 
     made: Made
@@ -152,7 +152,7 @@ def _result(x: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], tokens:
         return outputs[x.place]
     if isinstance(x, Given):
         return inputs[x.place]
-    if isinstance(x, Cut):
+    if isinstance(x, CutOff):
         whole = outputs[x.made.place]
         return whole.narrow(x.axis, 0, tokens[x.argument]) if x.argument in tokens else whole
     return x
@@ -388,7 +388,7 @@ class _Results:
     def _cut(self, x: Any, source: Any) -> Any:
         """Where a replay finds `x`, without the padding of a ragged argument that it has an entry a token of."""
         _, argument, axis = self.notes.lengthwise.get(id(x), (x, "", 0))
-        return Cut(source, argument, axis) if argument and isinstance(source, Made) else source
+        return CutOff(source, argument, axis) if argument and isinstance(source, Made) else source
 
     def _apart(self, x: Tensor, places: set[int]) -> Tensor:
         """`x`, or a copy where it shares memory with one of these inputs."""

@@ -2,7 +2,7 @@
 
 Functions of carried values say what the host does with `beforehand` and `noted`. Called plainly, that is done at once.
 While a program is traced it is put on the tape: of which ledgers and counts among the arguments, and what came of it
-before. A `Call` does it for a replay in three parts: checks, and pages for all that the program will write; what notes
+before. A `HostCall` does it for a replay in three parts: checks, and pages for all that the program will write; what notes
 the writing, right before the program runs; and the ledgers of the results, with what the program counted if that can be
 read without waiting for a device.
 """
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ..errors import CaptureError
 from ..host import symbolic
-from ..protocols import Carried, Ledger, Ragged
+from ..protocols import Carried, HostSide, Ragged
 
-L = TypeVar("L", bound=Ledger)
+L = TypeVar("L", bound=HostSide)
 
 
 Ready = Callable[[Any, Sequence[Any]], Any]
@@ -41,7 +41,7 @@ class Read(NamedTuple):
     number: int
 
 
-class Source(NamedTuple):
+class ArgumentValue(NamedTuple):
     """Where a value comes from: an argument, or an attribute of it."""
 
     argument: str
@@ -81,7 +81,7 @@ def _filled(arg: Any, values: Sequence[Any], reads: Sequence[Any]) -> Any:
 class Tape:
     """Notes, in order; the values of their places follow those of the sources."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[ArgumentValue, ...]
     notes: tuple[Note, ...]
 
     def played(self, arguments: Mapping[str, Any], reads: Sequence[Any], checks: bool = False) -> list[Any]:
@@ -109,7 +109,7 @@ class Tape:
         ]
 
 
-class Call:
+class HostCall:
     """The host's part of one replay. `arguments` are those of the program, carried ones with pages for all it writes.
 
     `reads` are the values that it counts with as far as they are known before. What raises here has changed nothing.
@@ -148,7 +148,7 @@ class Recording:
     """
 
     arguments: Mapping[str, Any]
-    sources: list[Source] = field(default_factory=list)
+    sources: list[ArgumentValue] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     reads: list[Tensor] = field(default_factory=list)
     lengthwise: dict[int, tuple[Tensor, str, int]] = field(default_factory=dict)
@@ -161,14 +161,14 @@ class Recording:
         self._newest: dict[str, tuple[int, ...]] = {}
         for name, value in self.arguments.items():
             if isinstance(value, Carried):
-                self._lines[self._source(Source(name, "ledger"))] = (name, ())
+                self._lines[self._source(ArgumentValue(name, "ledger"))] = (name, ())
                 self._newest[name] = ()
             elif isinstance(value, Ragged):
-                self._source(Source(name))
+                self._source(ArgumentValue(name))
                 if value.host_ints():
-                    self._source(Source(name, "counts"))
+                    self._source(ArgumentValue(name, "counts"))
 
-    def _source(self, source: Source) -> int:
+    def _source(self, source: ArgumentValue) -> int:
         self.sources.append(source)
         return self._enter(source.of(self.arguments))
 
@@ -182,7 +182,7 @@ class Recording:
         return Tape(tuple(self.sources), tuple(self.notes))
 
     def place(self, ledger: Any) -> int:
-        """That of a ledger. `CaptureError` for one that no note made."""
+        """The place of a ledger. `CaptureError` for one that no note made."""
         found = self._places.get(id(ledger))
         if found is None:
             raise CaptureError(

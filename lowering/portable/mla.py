@@ -237,7 +237,7 @@ class _Keys:
 
     @classmethod
     def of(cls, latents: Tensor, shared: Tensor | None, up: Any, heads: int, v_dim: int) -> _Keys:
-        """Those of latents and rope keys [rows keys width]."""
+        """Keys of latents and rope keys [rows keys width]."""
         both = (plain(up).to(latents.dtype) @ latents.mT).unflatten(1, (heads, -1))
         return cls(both[:, :, :-v_dim], None if shared is None else shared.mT, both[:, :, -v_dim:])
 
