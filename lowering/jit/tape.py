@@ -2,9 +2,9 @@
 
 Functions of carried values say what the host does with `beforehand` and `noted`. Called plainly, that is done at once.
 While a program is traced it is put on the tape: of which ledgers and counts among the arguments, and what came of it
-before. A `HostCall` does it for a replay in three parts: checks, and pages for all that the program will write; what notes
-the writing, right before the program runs; and the ledgers of the results, with what the program counted if that can be
-read without waiting for a device.
+before. A `HostCall` does it for a replay in three parts: checks, and pages for all that the program will write; what
+notes the writing, right before the program runs; and the ledgers of the results, with what the program counted if that
+can be read without waiting for a device.
 """
 
 from __future__ import annotations

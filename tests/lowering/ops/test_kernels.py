@@ -35,7 +35,7 @@ CALLS = [
     for case in CASES
     for dtype in (torch.float32, torch.bfloat16)
     for kernel in OPS[case.op].serving("cpu")
-    if kernel.name != REFERENCE
+    if kernel.name != REFERENCE and str(case) != "sparse_attention[prompt_4k]"  # its reference holds 2.5 GB
 ]
 
 
