@@ -83,7 +83,8 @@ ROOMS = {
     ),
     "lowering": (
         "errors beside", "target detect host rows protocols signature weights kernel policy once op use",
-        "prepare layouts", "ops", "portable npu", "npu_reference cases", "explain", "dryrun", "jit", "check", "lower", "__init__ __main__",
+        "prepare layouts", "ops", "portable npu", "npu_reference cases", "explain",
+        "dryrun", "jit", "check", "lower", "__init__ __main__",
     ),
     "funcmodels": (
         "config errors", "output state", "blocks", "attention", "family models model", "checkpoint", "sampling",
