@@ -104,7 +104,7 @@ MISUSES: dict[str, tuple[Callable[[Case], Any], type[Exception], str]] = {
     ),
     "extending the model's own state": (
         lambda c: c.extend(c.state, c.out, c.verdict.tokens, c.carry), fm.StateError,
-        "the state's entry for layer 0 is DeltaNetState, the layer needs KeyValuePages",
+        "the state has entries for 2 layers, the parameters have 1; make the state with the init_state",
     ),
     "proposing from a state of other rows": (
         lambda c: c.propose(fm.select(c.dstate, [1, 0, -1]), c.carry), fm.StateError,
