@@ -51,12 +51,19 @@ class Ledger(HostSide):
     extent: Extent
     pending: Growth | None = None
     buffers: Buffers = field(default_factory=Buffers)
+    ended: list[str] = field(default_factory=list, init=False, compare=False)
+    """Why this version alone can be used no more, if it cannot: what is made of it begins anew."""
 
     @staticmethod
     def empty(leases: tuple[Lease, ...]) -> Ledger:
         """Rows that hold nothing yet, in these leases."""
         none = (0,) * len(leases)
         return Ledger(none, none, leases, _held(leases), Writing(none), Extent(exact=True))
+
+    @property
+    def used(self) -> str | None:
+        """Why the state can be used no more."""
+        return self.ended[0] if self.ended else self.buffers.used
 
     @property
     def exact(self) -> bool:

@@ -229,7 +229,7 @@ def release(state: State, rows: Sequence[int] | None = None) -> State:
     if rows is None:
         for lease in ledger.leases:
             lease.end()
-        state.mark_used("released")
+        ledger.ended.append("released")
         return state
     gone = set(check_rows("release", state, rows))
     kept = [row if row not in gone else -1 for row in range(state.rows)]

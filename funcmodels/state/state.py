@@ -114,7 +114,7 @@ class State(Carried):
         kinds = [type(entry).__name__ for entry in self.layers]
         shown = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
         bound = "=" if self.ledger.exact else "<="
-        status = self.ledger.buffers.used or ("pending" if self.pending is not None else None)
+        status = self.ledger.used or ("pending" if self.pending is not None else None)
         tail = f", {status}" if status else ""
         return (
             f"State(rows={self.rows}, lengths{bound}{list(self.ledger.lengths)}, max_len={self.max_len}, "
@@ -199,9 +199,9 @@ def check_unused(state: State) -> None:
     check_followed()
     if not isinstance(state, State):
         raise TypeError(f"expected a State, found a {type(state).__name__}; make one with model.init_state")
-    buffers = state.ledger.buffers
-    if buffers.used is not None:
-        raise StateError(f"this state was {buffers.used} and cannot be used again; {buffers.instead}")
+    used = state.ledger.used
+    if used is not None:
+        raise StateError(f"this state was {used} and cannot be used again; {state.ledger.buffers.instead}")
 
 
 def check_fresh(state: State, rows: Sequence[int] | None = None) -> None:

@@ -300,7 +300,7 @@ class Jitted:
         """A capture for arguments like none before."""
         if len(self._numbers) > MOST_NUMBERS:
             self._drop_numbers()
-        with self._watched(), TRACING:
+        with TRACING:  # Watched is what follows, so that a capture is told of once.
             capture = self._traced(arguments, flats)
         self._keep(key, capture)
         return capture

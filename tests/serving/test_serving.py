@@ -231,7 +231,7 @@ def test_mistakes_with_backends(loaded: Loaded) -> None:
     with pytest.raises(ValueError, match="backend='graph' is not known"):
         fm.generate(loaded[0], None, [[1]], backend="graph")
     draft = scripted(PROMPTS, fm.generate(*loaded, PROMPTS, 3, eos=()))
-    with pytest.raises(lowering.CaptureError, match="extend does not say how"):
+    with pytest.raises(lowering.CaptureError, match="reads a value or a size that is only known on the device"):
         fm.generate(*loaded, PROMPTS, 3, draft=draft, backend="fx", **KEPT)
 
 

@@ -64,7 +64,6 @@ linear weight x[:, :-1]
 attention k x[..., :-1]
 attention v x[:-1]
 paged_attention v_pages x[1:]
-paged_attention lengths x.float()
 gated_delta_rule beta x[:, :-1]
 gated_delta_rule state x.mT
 short_conv window x.flatten(1)
