@@ -251,7 +251,11 @@ class StateMachine(RuleBasedStateMachine):
 
         if not self.refused(held, act, rows):
             tokens, writes = ([each[row] if row >= 0 else () for row in rows] for each in (held.tokens, held.writes))
-            self.keep(Held(act(), tokens, writes))
+            after = act()
+            for row, lease in zip(rows, after.ledger.leases, strict=True):
+                if row >= 0 and lease.pool is not held.leases[row].pool:  # owned rows are copied to a pool of their own
+                    self.slots.copy(held.leases[row], lease, len(held.tokens[row]))
+            self.keep(Held(after, tokens, writes))
 
     @rule(data=st.data())
     def release_rows(self, data: st.DataObject) -> None:
