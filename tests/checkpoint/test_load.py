@@ -201,6 +201,7 @@ def test_bundled_stands_for_the_directory_in_the_package(
         ({"dtype": "float32"}, TypeError, "dtype must be a torch.dtype such as torch.bfloat16, found 'float32'"),
     ],
 )
+@pytest.mark.plain
 def test_mistakes(given: dict[str, Any], kind: type[Exception], message: str, directory: Path) -> None:
     with pytest.raises(kind, match=message) as caught:
         fm.load(**{"path_or_hub_id": directory, **given})
