@@ -38,7 +38,7 @@ FIELDS = sorted((field for make in CONFIGS.values() for field in _fields(make())
 def mutate(directory: Path, draw: random.Random) -> str:
     """Change one thing in a directory whose files are shared with others, and say what."""
     names = sorted(path.name for path in directory.iterdir())
-    file = directory / draw.choice([*names, *["config.json"] * len(names)])
+    file = directory / draw.choice([*names, *["config.json"] * max(1, len(names))])
     if draw.random() < 0.12:
         how = draw.choice(FILES)
     elif not _ordinary(file):
@@ -210,10 +210,11 @@ def _sparse(file: Path, draw: random.Random) -> None:
 
 
 def _remove(file: Path) -> None:
+    """Gone, whatever it was; a change before this one may have taken it already."""
     if file.is_dir() and not file.is_symlink():
         file.rmdir()
     else:
-        file.unlink()
+        file.unlink(missing_ok=True)
 
 
 FILES: list[Callable[[Path, random.Random], Any]] = [_gone, _pipe, _link, _folder, _again, _again, _sparse]
