@@ -86,6 +86,7 @@ TABLES = {
     "kernels": lowering.table,
     "ascend_targets": lowering.npu_kernels.target_table,
     "ascend_ops": lowering.npu_kernels.op_table,
+    "ascend_evidence": lowering.npu_kernels.evidence_table,
     "ascend_kernels": lowering.npu_kernels.kernel_table,
 }
 

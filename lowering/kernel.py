@@ -12,7 +12,7 @@ from torch import Tensor
 from params.weights import WeightValue
 
 from .signature import DIFFERENTIATED, SECOND, OpCall
-from .target import Target
+from .target import CHOSEN_FOR, Target
 from .weights import PreparedWeight
 
 Refusal = Callable[..., "str | None"]
@@ -36,8 +36,9 @@ class Kernel:
     or maps the operators (tracing, function transforms, gradients).
     `prepare(weight)` makes, once, the weight layout that the kernel wants, or returns None for a weight it leaves.
     `operators` are the operators outside Torch that it calls. Who registers such a kernel knows the device:
-    `available(target)` returns None, or one sentence about what the target lacks, and `loaded()` says whether the
-    operators can be called in this process.
+    `available(target, wanted)` returns None, or one sentence about what the target lacks, be it the `wanted` evidence
+    (`Policy.evidence`); `evidence(target)` says in a word what it is that speaks for the kernel there; `loaded()`
+    whether the operators can be called in this process.
     `weights` are the kinds of weights that it reads, quantised ones and perhaps `Tensor`; without any it reads plain
     ones only. What `refuse` says includes what it does not read.
     `only_by_name=True` marks one that runs only where a policy names it.
@@ -56,7 +57,8 @@ class Kernel:
     operators: tuple[str, ...] = ()
     weights: tuple[type[WeightValue] | type[Tensor], ...] = ()
     only_by_name: bool = False
-    available: Callable[[Target], str | None] | None = None
+    available: Callable[[Target, str], str | None] | None = None
+    evidence: Callable[[Target], str] | None = None
     loaded: Callable[[], bool] | None = None
 
     @functools.cached_property
@@ -77,16 +79,23 @@ class Kernel:
         """Whether the kernel was written for weights of this kind, quantised or plain. The reference reads all."""
         return self.name == REFERENCE or isinstance(weight, self.weights or Tensor)
 
-    def refusal(self, target: Target, call: OpCall | None) -> str | None:
+    def refusal(self, target: Target, call: OpCall | None, wanted: str) -> str | None:
         """Why it does not run on `target`, or there does not take the call; None when it does."""
         if not self.serves(target):
             return f"serves {', '.join(self.targets)}; target is {target.name}"
-        reason = self.available and self.available(target)
+        reason = self.available and self.available(target, wanted)
         if reason is None and call is not None and call.around:
             reason = self._refusal_under(call.around)
         if reason is None and call is not None and self.refuse is not None:
-            reason = self.refuse(*call.args, **call.kwargs)
+            reason = self._refused_there(self.refuse, target, call)
         return reason
+
+    def _refused_there(self, refuse: Refusal, target: Target, call: OpCall) -> str | None:
+        token = CHOSEN_FOR.set(target)
+        try:
+            return refuse(*call.args, **call.kwargs)
+        finally:
+            CHOSEN_FOR.reset(token)
 
     def _refusal_under(self, surroundings: str) -> str | None:
         around = set(surroundings.split(" and "))

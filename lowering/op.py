@@ -13,6 +13,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 from torch import Tensor
@@ -29,7 +30,7 @@ from . import target as targets
 from .errors import LoweringError
 from .kernel import FUSED, REFERENCE, Choice, Kernel, Refusal, with_weights
 from .once import differentiated_once
-from .policy import COMPILED, MODE, Mode, Policy
+from .policy import COMPILED, EVIDENCE, MODE, Mode, Policy
 from .rows import Rows
 from .signature import OpCall, key_of, records_gradients, surroundings, with_autograd, without_values
 from .target import TARGETS, Target
@@ -144,7 +145,8 @@ class Op:
         operators: tuple[str, ...] = (),
         weights: tuple[type[WeightValue] | type[Tensor], ...] = (),
         only_by_name: bool = False,
-        available: Callable[[Target], str | None] | None = None,
+        available: Callable[[Target, str], str | None] | None = None,
+        evidence: Callable[[Target], str] | None = None,
         loaded: Callable[[], bool] | None = None,
         replace: bool = False,
     ) -> Callable[[F], F]:
@@ -166,7 +168,7 @@ class Op:
             refused = with_weights(name, weights, refuse)
             added = Kernel(
                 name, run, targets, refused, host_reads, batches, backward_once, differentiable, eager, prepare,
-                operators, weights, only_by_name, available, loaded,
+                operators, weights, only_by_name, available, evidence, loaded,
             )  # fmt: skip
             # Threads that choose go on with the kernels there were.
             rest = {other: kernel for other, kernel in self.kernels.items() if other != REFERENCE}
@@ -256,13 +258,14 @@ class Op:
     ) -> Iterator[tuple[Kernel, str | None]]:
         """The kernels in the order to try them, each with what refuses it, or None: the first without is chosen.
 
-        A kernel that the policy asks for stands alone. Where no call is known, nothing that depends on one refuses a
+        A kernel that the policy asks for stands alone; naming it is enough where CANN's statement is all that speaks
+        for it. Where no call is known, nothing that depends on one refuses a
         kernel or moves it forward.
         """
         asked = self.asked(policy)
         if asked is not None:
             kernel = self.kernel_named(asked[1])
-            yield kernel, kernel.refusal(target, call)
+            yield kernel, kernel.refusal(target, call, EVIDENCE[-1])
             return
         known = list(self.kernels.values())
         for kernel in known if call is None or not self.orders else self._weighed(known, target, call):
@@ -271,7 +274,7 @@ class Op:
             elif kernel.only_by_name:
                 yield kernel, "runs only where it is asked for by name"
             else:
-                yield kernel, kernel.refusal(target, call)
+                yield kernel, kernel.refusal(target, call, policy.evidence)
 
     def _weighed(self, known: list[Kernel], target: Target, call: OpCall) -> list[Kernel]:
         first, _ = self._ordered(target, call)
@@ -316,7 +319,7 @@ class Op:
         """What to say of a kernel asked for by name that was written for other targets."""
         governing = (self.name, *self.contains)
         prefer = {name: asked for name, asked in mode.policy.prefer.items() if name not in governing}
-        free = Mode(Policy(prefer, mode.policy.strict), target, dry=mode.dry)
+        free = Mode(replace(mode.policy, prefer=prefer), target, dry=mode.dry)
         *others, last = kernel.targets
         needed = f"{', '.join(others)} or {last}" if others else last
         return (

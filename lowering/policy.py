@@ -1,9 +1,9 @@
 """Policies: which kernels a caller asks for, and the calling mode that every op reads.
 
 A policy is a value. It is set for a block of code with `lowering.use`, or for a process with the environment variable
-`FUNCMODELS_LOWERING="linear=torch,attention=torch_sdpa"`. A kernel asked for by name runs or raises; it never falls
-back. What is asked of an op also holds for the ops that contain it: `gemma_rms_norm="torch"` turns the native norm on
-wherever it occurs, in `add_gemma_rms_norm` too.
+`FUNCMODELS_LOWERING="linear=torch,attention=torch_sdpa,evidence=stated"`. A kernel asked for by name runs or raises; it
+never falls back. What is asked of an op also holds for the ops that contain it: `gemma_rms_norm="torch"` turns the
+native norm on wherever it occurs, in `add_gemma_rms_norm` too.
 """
 
 from __future__ import annotations
@@ -23,15 +23,31 @@ from .target import Target
 ENVIRONMENT = "FUNCMODELS_LOWERING"
 
 
+EVIDENCE = ("documented", "in use", "stated")
+"""What may speak for an operator on a target, the strongest first. See `Policy.evidence`."""
+
+
 @dataclass(frozen=True)
 class Policy:
-    """Kernels asked for by name, op by op; `strict` leaves the Torch reference out unless it is asked for."""
+    """Kernels asked for by name, op by op; `strict` leaves the Torch reference out unless it is asked for.
+
+    `evidence` is the least that must speak for the operators of a kernel on its target: "documented" (torch_npu's
+    documentation lists the machine), "in use" (that, or an engine calls the operator there; the default), "stated"
+    (that, or CANN's product tables list the machine). What this machine's probe has seen to work counts always, and a
+    kernel that is asked for by name needs no more than CANN's statement.
+    `LoweringError` for another word.
+    """
 
     prefer: Mapping[str, str] = field(default_factory=dict)
     strict: bool = False
+    evidence: str = "in use"
+
+    def __post_init__(self) -> None:
+        if self.evidence not in EVIDENCE:
+            raise LoweringError(f"evidence must be one of {', '.join(map(repr, EVIDENCE))}, found {self.evidence!r}")
 
     def __hash__(self) -> int:
-        return hash((tuple(sorted(self.prefer.items())), self.strict))
+        return hash((tuple(sorted(self.prefer.items())), self.strict, self.evidence))
 
 
 @runtime_checkable
@@ -79,7 +95,8 @@ def from_environment() -> Policy:
         if not (op and equals and kernel):
             raise LoweringError(f"{ENVIRONMENT}={text!r}: {item!r} is not of the form op=kernel")
         prefer[op.strip()] = kernel.strip()
-    return Policy(prefer)
+    evidence = prefer.pop("evidence", Policy.evidence)
+    return Policy(prefer, evidence=evidence)
 
 
 MODE: ContextVar[Mode] = ContextVar("lowering_mode", default=Mode(from_environment()))

@@ -7,7 +7,11 @@ is here.
 from __future__ import annotations
 
 import difflib
+import functools
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+
+from packaging.version import InvalidVersion, Version
 
 from .errors import LoweringError
 
@@ -18,7 +22,8 @@ class Target:
 
     For Ascend, also what tells the machines apart: `soc` is a regular expression of the names that the driver gives
     them, `unified_buffer` the bytes a vector core works in, `torch_npu` the version whose operators are taken to be
-    there, `cann` the toolkit beneath it where the machine was detected.
+    there, `cann` that of the toolkit beneath it, whose host code checks each call, `seen` the operators that this machine's probe
+    has run.
     """
 
     name: str
@@ -29,14 +34,20 @@ class Target:
     unified_buffer: int | None = None
     torch_npu: str | None = None
     cann: str | None = None
+    seen: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def described(self) -> str:
-        """The name, and the version of torch_npu that is taken to be there."""
-        return f"{self.name} (torch_npu {self.torch_npu})" if self.torch_npu else self.name
+        """The name, and the versions that are taken to be there."""
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return f"{self.name} ({versions})" if versions else self.name
+
+    def has_cann(self, first: str) -> bool:
+        """Whether its CANN is `first` or newer."""
+        return self.cann is not None and release(self.cann) >= release(first)
 
     @property
     def versions(self) -> dict[str, str]:
@@ -48,10 +59,26 @@ class Target:
 KIB = 1024
 DEFAULT_TORCH_NPU = "2.13.0"
 """The version of torch_npu that a target named without one is taken to have."""
+DEFAULT_CANN = "9.1.0"
+"""The version of CANN likewise: the newest released one whose host code was read, which torch_npu 26.1 pairs with."""
+UNRELEASED = "master"
+"""Stands for the version of what only CANN's development branch has."""
+
+
+@functools.cache
+def release(version: str) -> Version:
+    """A version of CANN to compare by: 9.1.0-beta.1, 9.1.0.pre, 9.1.0 and `master` are in rising order.
+
+    Raises `LoweringError` for what is no version.
+    """
+    try:
+        return Version("9999" if version == UNRELEASED else version)
+    except InvalidVersion:
+        raise LoweringError(f"cann={version!r} is no version of CANN; expected one such as '9.0.0'") from None
 
 
 def _ascend(name: str, title: str, soc: str, unified_buffer: int | None, refused: str | None = None) -> Target:
-    return Target(name, "npu", title, refused, soc, unified_buffer, DEFAULT_TORCH_NPU)
+    return Target(name, "npu", title, refused, soc, unified_buffer, DEFAULT_TORCH_NPU, DEFAULT_CANN)
 
 
 TARGETS: dict[str, Target] = {
@@ -68,6 +95,9 @@ TARGETS: dict[str, Target] = {
     )
 }
 
+CHOSEN_FOR: ContextVar[Target | None] = ContextVar("lowering_chosen_for", default=None)
+"""The target that a kernel is being chosen for, while its `refuse` runs."""
+
 EVERY = tuple(name for name, target in TARGETS.items() if target.refused is None)
 """Names of the targets that are not refused: what a kernel of plain Torch operators serves."""
 
@@ -80,11 +110,11 @@ ASCEND = tuple(name for name in EVERY if TARGETS[name].device == "npu")
 """Names of the Ascend targets that are not refused."""
 
 
-def named(name: str | Target, *, torch_npu: str | None = None) -> Target:
-    """The target called `name`, with another version of torch_npu where one is given.
+def named(name: str | Target, *, torch_npu: str | None = None, cann: str | None = None) -> Target:
+    """The target called `name`, with other versions of torch_npu and CANN where they are given.
 
-    Raises `LoweringError` for a target that is unknown or refused, and for a torch_npu version on a machine that has
-    none.
+    Raises `LoweringError` for a target that is unknown or refused, for what is no version, and for a version of what
+    the machine does not have.
     """
     target = name if isinstance(name, Target) else TARGETS.get(name)
     if target is None:
@@ -94,8 +124,10 @@ def named(name: str | Target, *, torch_npu: str | None = None) -> Target:
         raise LoweringError(f"unknown target {name!r}; {hint}known targets: {', '.join(TARGETS)}")
     if target.refused is not None:
         raise LoweringError(f"target {target.name!r} is refused: {target.refused}")
-    if torch_npu is None:
-        return target
-    if target.torch_npu is None:
-        raise LoweringError(f"target {target.name!r} has no torch_npu, found torch_npu={torch_npu!r}; leave it out")
-    return replace(target, torch_npu=torch_npu)
+    asked = {key: version for key, version in (("torch_npu", torch_npu), ("cann", cann)) if version is not None}
+    if asked and target.device != "npu":
+        key, version = next(iter(asked.items()))
+        raise LoweringError(f"target {target.name!r} has no {key}, found {key}={version!r}; leave it out")
+    if cann is not None:
+        release(cann)
+    return replace(target, **asked) if asked else target

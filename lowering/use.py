@@ -21,12 +21,18 @@ def check_names(policy: Policy) -> None:
 
 @contextmanager
 def use(
-    policy: Policy | None = None, *, target: str | Target | None = None, strict: bool | None = None, **prefer: str
+    policy: Policy | None = None,
+    *,
+    target: str | Target | None = None,
+    strict: bool | None = None,
+    evidence: str | None = None,
+    **prefer: str,
 ) -> Iterator[Policy]:
     """Ask for kernels inside a `with` block: `use(rms_norm="torch")` runs that kernel or raises `LoweringError`.
 
     `policy` replaces the one in force; keyword pairs are added to it. `target` lowers for that machine instead of
     the tensors' own. `strict=True` makes every op without a chosen kernel an error instead of running its reference.
+    `evidence` is the least that must speak for a kernel's operators (see `Policy`).
 
     The block is that of a thread (of a context, `contextvars`): threads that it starts choose as if there were none. So
     does what `torch.utils.checkpoint` recomputes in a backward outside of it, or on a device, where a thread of Torch's
@@ -34,7 +40,11 @@ def use(
     """
     mode = MODE.get()
     base = mode.policy if policy is None else policy
-    merged = Policy({**base.prefer, **prefer}, base.strict if strict is None else strict)
+    merged = Policy(
+        {**base.prefer, **prefer},
+        base.strict if strict is None else strict,
+        base.evidence if evidence is None else evidence,
+    )
     check_names(merged)
     chosen = mode.target if target is None else targets.named(target)
     token = enter(replace(mode, policy=merged, target=chosen))

@@ -9,7 +9,9 @@ import pickle
 import signal
 import sys
 import traceback
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,9 +25,10 @@ from ..explain.report import dry
 from ..explain.stages import Lowered
 from ..explain.trace import DryRun, Recorder, Shape
 from ..npu_reference.registration import give_shapes
+from ..target import Target
 from .costs import NPU
 from .process import Answer, Failure, Question, kernels
-from .versions import problems
+from .versions import host_refusal, problems
 
 
 class _Given(TorchFunctionMode):
@@ -92,7 +95,7 @@ def _pickled(answer: Answer | Failure) -> bytes:
 def _trace(question: Question, version: str) -> Lowered:
     for module in question.modules:
         importlib.import_module(module)
-    run = DryRun(Recorder(NPU, lambda name, args, kwargs: problems(name, args, kwargs, version)))
+    run = DryRun(Recorder(NPU, partial(_checked, target=question.target, version=version)))
     # In grad and no_grad mode one operator (moe_token_unpermute) ends the process when it is traced.
     with dry(question.target, question.policy, run) as (_, report), torch.inference_mode(), _Given(run.recorder):
         args, kwargs = tree_map(
@@ -100,6 +103,16 @@ def _trace(question: Question, version: str) -> Lowered:
         )
         run.program(question.function, args, kwargs)
     return stages.lowered(question.target, f"torch_npu {version}", run, report, question.sizes)
+
+
+def _checked(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], target: Target, version: str
+) -> tuple[tuple[str, str], ...]:
+    """What other versions of torch_npu would refuse of a call; `LoweringError` for what the target's CANN refuses."""
+    refusal = host_refusal(name, args, kwargs, target)
+    if refusal is not None:
+        raise LoweringError(f"{name}: {refusal}")
+    return problems(name, args, kwargs, version)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..npu.features import recorded
+from ..npu import host_checks
+from ..npu.features import recorded, recorded_version
+from ..target import Target
 
 _PLAIN: dict[str, tuple[type, ...]] = {
     "TensorType": (Tensor,),
@@ -25,10 +27,9 @@ _PLAIN: dict[str, tuple[type, ...]] = {
 
 def problems(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], loaded: str) -> tuple[tuple[str, str], ...]:
     """Pairs of version and sentence for every recorded version but `loaded` that would refuse this call of `npu::x`."""
-    space, _, operator = name.partition("::")
-    if space not in ("npu", "atb"):
+    operator = _operator(name)
+    if operator is None:
         return ()
-    operator = operator if space == "npu" else f"{space}.{operator}"
     if not any(operator in known for known in recorded().values()):
         # Only what our own kernels call is recorded; a kernel of someone else's may call more.
         return ((f"other than {loaded}", f"cannot be checked: no schema of {operator} is recorded"),)
@@ -39,6 +40,23 @@ def problems(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], loaded: 
         if version != loaded and reason is not None:
             found.append((version, reason))
     return tuple(found)
+
+
+def host_refusal(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], target: Target) -> str | None:
+    """What the host code of the target's CANN refuses of this call of `npu::x`; None when it takes it."""
+    operator = _operator(name)
+    schema = None if operator is None else _schema(recorded_version(target), operator)
+    if operator is None or schema is None:
+        return None
+    arguments = {one.name: one.default_value for one in schema.arguments}
+    arguments |= dict(zip(arguments, args, strict=False)) | dict(kwargs)
+    return host_checks.refused(operator, arguments, target)
+
+
+def _operator(name: str) -> str | None:
+    """An operator's name in `features.py`; None for one of neither torch_npu nor ATB."""
+    space, _, operator = name.partition("::")
+    return {"npu": operator, "atb": f"atb.{operator}"}.get(space)
 
 
 @functools.cache

@@ -34,6 +34,7 @@ class Row:
     """One op with one choice: how often it was called, the kernel it got, and why others were refused.
 
     With `asked` the policy named the kernel for that op, this one or one that it contains, and no other was looked at.
+    `evidence` says what speaks for the kernel's operators on the target; nothing has to for Torch's own.
     `others` are kernels for weights of other kinds than the call's, whose refusals say nothing that is news.
     """
 
@@ -44,6 +45,7 @@ class Row:
     count: int = 0
     asked: str | None = None
     others: frozenset[str] = frozenset()
+    evidence: str = ""
 
     def reasons(self) -> str:
         """One line a kernel that was refused, but for those that were written for other targets or weights."""
@@ -84,7 +86,8 @@ class Report:
     def _row(self, choice: Choice, args: tuple[Any, ...]) -> Row:
         """The row that says the same, made now if there is none."""
         others = _for_other_weights(choice, args)
-        new = Row(choice.op, choice.kernel.name, choice.refused, choice.target, asked=choice.asked, others=others)
+        evidence = choice.kernel.evidence(choice.target) if choice.kernel.evidence else ""
+        new = Row(choice.op, choice.kernel.name, choice.refused, choice.target, 0, choice.asked, others, evidence)
         row = next((row for row in self.rows if replace(row, count=0) == new), new)
         if row is new:
             self.rows.append(new)
@@ -93,10 +96,9 @@ class Report:
     def sheet(self) -> Sheet:
         """The report as a table."""
         title = f"lowered to {', '.join(sorted({row.target.described for row in self.rows}))}"
-        rows = [
-            (row.op, str(row.count), row.kernel, row.reasons()) for row in sorted(self.rows, key=lambda row: row.op)
-        ]
-        return Sheet(title, ("op", "calls", "kernel", "refused before it"), rows, numbers=("calls",))
+        ordered = sorted(self.rows, key=lambda row: row.op)
+        rows = [(row.op, str(row.count), row.kernel, row.evidence, row.reasons()) for row in ordered]
+        return Sheet(title, ("op", "calls", "kernel", "evidence", "refused before it"), rows, numbers=("calls",))
 
     def __str__(self) -> str:
         return self.sheet().drawn()

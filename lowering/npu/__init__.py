@@ -23,11 +23,11 @@ from . import (
     sparse,
 )
 from .kernel import say_gaps
-from .tables import kernel_table, op_table, target_table
+from .tables import evidence_table, kernel_table, op_table, target_table
 
 say_gaps()
 
 __all__ = [
-    "attention", "delta", "hyper_connection", "kernel_table", "linear", "mla", "mlp", "moe", "norm", "op_table",
+    "attention", "delta", "evidence_table", "hyper_connection", "kernel_table", "linear", "mla", "mlp", "moe", "norm", "op_table",
     "quant_experts", "quant_linear", "rotary", "sampling", "short_conv", "sparse", "target_table",
 ]  # fmt: skip

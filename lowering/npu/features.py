@@ -87,62 +87,6 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 LEFT_OUT: dict[str, tuple[str, ...]] = {"npu_mhc_post": ("h_res",)}
 """Arguments among these that our kernels give None for, which older versions do not take."""
 
-DOCUMENTED: dict[str, str] = {
-    "atb.npu_ring_mla": "ascend910b ascend910_93",
-    "npu_add_rms_norm": "",
-    "npu_apply_rotary_pos_emb": "ascend910b ascend910_93 ascend950",
-    "npu_attention_update": "ascend910b ascend910_93",
-    "npu_chunk_gated_delta_rule": "ascend910b ascend910_93",
-    "npu_dequant_swiglu_quant": "ascend910b ascend910_93",
-    "npu_dynamic_mx_quant": "ascend950",
-    "npu_dynamic_quant": "ascend910b ascend910_93",
-    "npu_format_cast": "",
-    "npu_fused_causal_conv1d": "ascend950",
-    "npu_fused_infer_attention_score_v2": "ascend910b ascend910_93",
-    "npu_geglu": "ascend910b",
-    "npu_gemma_rms_norm": "ascend910b ascend910_93",
-    "npu_grouped_matmul": "ascend910b",
-    "npu_grouped_matmul_swiglu_quant_v2": "ascend910b ascend910_93 ascend950",
-    "npu_interleave_rope": "",
-    "npu_kv_rmsnorm_rope_cache_v2": "",
-    "npu_lightning_indexer": "",
-    "npu_mhc_post": "ascend950",
-    "npu_moe_gating_top_k": "",
-    "npu_moe_gating_top_k_softmax_v2": "ascend910b ascend910_93",
-    "npu_moe_init_routing_v2": "ascend910b ascend910_93",
-    "npu_moe_token_unpermute": "ascend910b ascend910_93 ascend950",
-    "npu_quant_matmul": "ascend910b ascend910_93",
-    "npu_quantize": "ascend910b",
-    "npu_recurrent_gated_delta_rule_functional": "ascend910b ascend910_93",
-    "npu_rms_norm": "",
-    "npu_rotary_mul": "ascend910b ascend910_93",
-    "npu_scatter_pa_kv_cache": "ascend910b ascend910_93",
-    "npu_swiglu": "ascend910b",
-}
-"""The targets that the wheel's documentation lists for each operator; none where it lists no machine at all."""
-
-IN_USE: dict[str, str] = {
-    "npu_add_rms_norm": "ascend910b ascend910_93 ascend950",
-    "npu_format_cast": "ascend910b ascend910_93 ascend950",
-    "npu_fused_infer_attention_score_v2": "ascend950",
-    "npu_grouped_matmul": "ascend910_93 ascend950",
-    "npu_interleave_rope": "ascend910b ascend910_93",
-    "npu_kv_rmsnorm_rope_cache_v2": "ascend910b ascend910_93",
-    "npu_moe_gating_top_k": "ascend910b ascend910_93",
-    "npu_lightning_indexer": "ascend910b ascend910_93",
-    "npu_moe_init_routing_v2": "ascend950",
-    "npu_quant_matmul": "ascend950",
-    "npu_quantize": "ascend910_93",
-    "npu_rms_norm": "ascend910b ascend910_93 ascend950",
-    "npu_swiglu": "ascend910_93",
-}
-"""Targets beyond those, on which servers are known to call the operator under its name."""
-
-
-def serves(operator: str) -> tuple[str, ...]:
-    """Names of the targets that an operator is documented for or in use on."""
-    return tuple(f"{DOCUMENTED[operator]} {IN_USE.get(operator, '')}".split())
-
 
 def missing(operators: tuple[str, ...], target: Target) -> str | None:
     """One sentence about the first operator, or argument of one, that the target lacks; None when all are there."""

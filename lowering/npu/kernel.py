@@ -11,10 +11,13 @@ from torch import Tensor
 
 from params.quant.values import QuantizedWeight
 
+from .. import detect
 from ..kernel import Refusal
 from ..op import OPS, Op
-from ..target import ASCEND
-from .features import loaded, missing, serves
+from ..policy import MODE
+from ..target import ASCEND, CHOSEN_FOR, TARGETS, Target
+from .evidence import doubt, serves, speaks_for
+from .features import loaded, missing
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,12 +34,23 @@ def fused(
     prepare: Callable[[Any], Any] | None = None,
     weights: tuple[type[QuantizedWeight] | type[Tensor], ...] = (),
 ) -> Callable[[F], F]:
-    """Register an inference kernel of `op`, for those of `only` on which every operator it calls is known to run."""
+    """Register an inference kernel of `op`, for those of `only` that some evidence names for each of its operators."""
     targets = tuple(target for target in only if all(target in serves(operator) for operator in operators))
     return op.kernel(
         name, targets=targets, operators=operators, refuse=refuse, prepare=prepare, weights=weights,
-        batches=False, differentiable=False, available=partial(missing, operators), loaded=partial(loaded, operators),
+        batches=False, differentiable=False, available=partial(_available, operators),
+        evidence=partial(speaks_for, operators), loaded=partial(loaded, operators),
     )  # fmt: skip
+
+
+def _available(operators: tuple[str, ...], target: Target, wanted: str) -> str | None:
+    return missing(operators, target) or doubt(operators, target, wanted)
+
+
+def machine(x: Tensor) -> Target:
+    """The Ascend target that a call is being chosen for, or runs on: what limits by SoC and CANN depend on."""
+    found = CHOSEN_FOR.get() or MODE.get().target or detect.of_device(x.device)
+    return found if found.device == "npu" else TARGETS[ASCEND[0]]
 
 
 def say_gaps() -> None:
@@ -52,7 +66,7 @@ def say_gaps() -> None:
             called = (operator for kernel in op.kernels.values() for operator in kernel.operators)
             missing = next((operator for operator in called if target not in serves(operator)), None)
             if missing is not None:
-                op.without((target,), f"{missing} is neither documented for {target} nor known to run there")
+                op.without((target,), f"{missing} is neither documented for {target} nor in use there, nor stated")
 
 
 def wrong_dtype(allowed: tuple[torch.dtype, ...], **tensors: Tensor | None) -> str | None:

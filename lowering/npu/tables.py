@@ -5,16 +5,17 @@ from __future__ import annotations
 from ..kernel import Kernel
 from ..op import OPS, Op
 from ..target import ASCEND, KIB, TARGETS
-from .features import DOCUMENTED, lacking, recorded
+from .evidence import OPERATORS, SOURCES, speaks_for
+from .features import lacking, recorded
 
 
 def target_table() -> str:
     """Markdown: one row an Ascend target, those that are refused included."""
-    rows = [["target", "machine", "SoC names", "unified buffer", "torch_npu unless named"]]
+    rows = [["target", "machine", "SoC names", "unified buffer", "torch_npu and CANN unless named"]]
     for target in TARGETS.values():
         if target.device == "npu":
             buffer = f"{target.unified_buffer // KIB} KiB" if target.unified_buffer else "not known"
-            told = f"refused: {target.refused}" if target.refused else str(target.torch_npu)
+            told = f"refused: {target.refused}" if target.refused else f"{target.torch_npu}, {target.cann}"
             rows.append([f"`{target.name}`", target.title, f"`{target.soc}`".replace("|", "\\|"), buffer, told])
     return _markdown(rows)
 
@@ -26,6 +27,21 @@ def op_table() -> str:
         reasons = dict.fromkeys(op.lacking.values())
         rows.append([f"`{op.name}`", *(_cell(op, target) for target in ASCEND), "; ".join(reasons)])
     return _markdown(rows)
+
+
+def evidence_table() -> str:
+    """Markdown: one row an operator, with what each of the three parties says of it on each target."""
+    rows = [["operator", *ASCEND, "calls of engines"]]
+    for name, found in sorted(OPERATORS.items()):
+        rows.append([f"`{name}`", *("; ".join(_statements(name, target)) or "-" for target in ASCEND), found.engines])
+    sources = "\n".join(f"- *{kind}*: {where}." for kind, where in SOURCES.items())
+    return f"{_markdown(rows)}\n\n{sources}"
+
+
+def _statements(operator: str, target: str) -> list[str]:
+    found = OPERATORS[operator]
+    said = [kind for kind, named in (("documented", found.documented), ("in use", found.in_use)) if target in named]
+    return said + ([f"stated from CANN {found.stated[target]}"] if target in found.stated else [])
 
 
 def kernel_table() -> str:
@@ -48,13 +64,9 @@ def _kernels() -> dict[Kernel, list[str]]:
 
 
 def _cell(op: Op, target: str) -> str:
-    fused = [kernel for kernel in op.serving(target) if kernel.operators]
-    return ", ".join(f"`{kernel.name}`{_mark(kernel, target)}" for kernel in fused) or "Torch"
-
-
-def _mark(kernel: Kernel, target: str) -> str:
-    """A star where an operator is known to be in use on the target while its documentation does not name it."""
-    return "" if all(target in DOCUMENTED[name].split() for name in kernel.operators) else "\\*"
+    fused = {kernel.name: kernel.operators for kernel in op.serving(target) if kernel.operators}
+    cells = (f"`{name}` ({speaks_for(operators, TARGETS[target])})" for name, operators in fused.items())
+    return ", ".join(cells) or "Torch"
 
 
 def _since(kernel: Kernel) -> str:

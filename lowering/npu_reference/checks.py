@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import LoweringError
 from ..policy import MODE
+from ..target import TARGETS, Target
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 """What most operators compute on."""
@@ -30,10 +31,15 @@ def need(allowed: bool, otherwise: str) -> None:
         raise OperatorError(otherwise)
 
 
-def soc() -> str:
+def machine() -> Target:
     """The Ascend target that the call is lowered to; 910B, whose limits are the narrowest, where none is named."""
     target = MODE.get().target
-    return target.name if target is not None and target.device == "npu" else "ascend910b"
+    return target if target is not None and target.device == "npu" else TARGETS["ascend910b"]
+
+
+def soc() -> str:
+    """The name of that target."""
+    return machine().name
 
 
 def need_dtype(dtypes: Iterable[torch.dtype], **tensors: Tensor | None) -> None:

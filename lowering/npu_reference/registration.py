@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import LoweringError
+from ..npu import host_checks
 from ..npu.features import home, recorded, recorded_version, registered
 from ..target import named
-from .checks import OperatorError
+from .checks import OperatorError, machine, need
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -96,16 +97,23 @@ def give_shapes() -> None:
 
 def _implement(library: torch.library.Library, name: str, schema: str) -> None:
     """Put the two parts of operator `name` behind its schema."""
-    one = OPERATORS[name]
     _, own = home(name)
-    library.impl(own, _named(own, schema, one.shapes), "Meta")
-    library.impl(own, _named(own, schema, functools.partial(_checked, one)), "CPU")
+    library.impl(own, _named(own, schema, functools.partial(_shapes, name)), "Meta")
+    library.impl(own, _named(own, schema, functools.partial(_checked, name)), "CPU")
 
 
-def _checked(one: OperatorReference, **arguments: Any) -> Any:
-    one.shapes(**arguments)
+def _shapes(name: str, **arguments: Any) -> Any:
+    """The outputs without values of a call that neither documentation nor host code forbids."""
+    found = OPERATORS[name].shapes(**arguments)
+    refusal = host_checks.refused(name, arguments, machine())
+    need(refusal is None, refusal or "")
+    return found
+
+
+def _checked(name: str, **arguments: Any) -> Any:
+    _shapes(name, **arguments)
     with torch.device("cpu"):
-        return one.run(**arguments)
+        return OPERATORS[name].run(**arguments)
 
 
 def _named(operator_name: str, schema: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,7 +39,7 @@ from ..ops.linear import linear
 from ..ops.mlp import Caps, swiglu
 from ..ops.moe import experts
 from ..ops.widen import wide_dtype
-from ..policy import MODE, Policy
+from ..policy import MODE
 from ..target import EVERY
 from ..use import use
 from ..weights import PreparedWeight
@@ -64,7 +64,7 @@ def _split(x, weight):
     if linear.name not in policy.prefer:
         return torch.cat([linear(x, part) for part in weight.parts], -1)
     others = {name: kernel for name, kernel in policy.prefer.items() if name != linear.name}
-    with use(Policy(others, policy.strict)):
+    with use(replace(policy, prefer=others)):
         return torch.cat([linear(x, part) for part in weight.parts], -1)
 
 
