@@ -22,8 +22,8 @@ class Target:
 
     For Ascend, also what tells the machines apart: `soc` is a regular expression of the names that the driver gives
     them, `unified_buffer` the bytes a vector core works in, `torch_npu` the version whose operators are taken to be
-    there, `cann` that of the toolkit beneath it, whose host code checks each call, `seen` the operators that this machine's probe
-    has run.
+    there, `cann` that of the toolkit beneath it, whose host code checks each call, `seen` the operators that a probe of
+    this machine has run.
     """
 
     name: str

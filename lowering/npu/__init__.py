@@ -28,6 +28,6 @@ from .tables import evidence_table, kernel_table, op_table, target_table
 say_gaps()
 
 __all__ = [
-    "attention", "delta", "evidence_table", "hyper_connection", "kernel_table", "linear", "mla", "mlp", "moe", "norm", "op_table",
-    "quant_experts", "quant_linear", "rotary", "sampling", "short_conv", "sparse", "target_table",
+    "attention", "delta", "evidence_table", "hyper_connection", "kernel_table", "linear", "mla", "mlp", "moe", "norm",
+    "op_table", "quant_experts", "quant_linear", "rotary", "sampling", "short_conv", "sparse", "target_table",
 ]  # fmt: skip
