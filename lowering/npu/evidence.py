@@ -65,8 +65,8 @@ def _row(documented: str, in_use: str, stated: str, engines: str = "") -> Eviden
 
 OPERATORS: dict[str, Evidence] = {
     # Norms, activations
-    "npu_rms_norm": _row("23", "235", "8.5.0 8.5.0 8.5.0", "vllm-ascend ops/layernorm.py"),
-    "npu_add_rms_norm": _row("235", "235", "8.5.0 8.5.0 8.5.0", "vllm-ascend ops/layernorm.py"),
+    "npu_rms_norm": _row("23", "235", "8.5.0 8.5.0 8.5.0", "vllm-ascend ops (norms)"),
+    "npu_add_rms_norm": _row("235", "235", "8.5.0 8.5.0 8.5.0", "vllm-ascend ops (norms)"),
     "npu_gemma_rms_norm": _row("23", "", "8.5.0 8.5.0 9.2.0-beta.1"),
     "npu_swiglu": _row("2", "235", "8.5.0 8.5.0 8.5.0", "vllm-ascend ops/activation.py, device/device_op.py"),
     "npu_geglu": _row("2", "", "8.5.0 8.5.0 8.5.0"),
