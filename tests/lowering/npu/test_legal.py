@@ -1,4 +1,4 @@
-"""No call that the host code refuses, from any family, on any machine with any CANN: at published sizes, without values.
+"""No call that the host code refuses, of any family, on any machine with any CANN: at published sizes, without values.
 
 Kernels run through the operators' references on tensors without values, so that documentation and host code are both
 asked, of the target and its CANN.
