@@ -12,6 +12,9 @@ from . import beside  # noqa: F401
 from . import npu as npu_kernels
 from . import ops
 from . import portable as torch_kernels
+from .ascend_compiler.audit import Finding, audit
+from .ascend_compiler.compile import TritonSource, compile_for
+from .ascend_compiler.outcome import Compiled, Overflow, Refused
 from .check.comparison import Comparison, compare
 from .errors import CaptureError, CollectiveError, LoweringError, RecaptureWarning
 from .explain.html import page
@@ -32,8 +35,9 @@ from .use import check_names, in_force, use
 check_names(MODE.get().policy)  # A mistake in the environment variable is an error at import.
 
 __all__ = [
-    "OPS", "TARGETS", "CaptureError", "Choice", "CollectiveError", "Comparison", "Jitted", "Kernel", "Lowered",
-    "LoweringError", "Op", "Policy", "RecaptureWarning", "Report", "Row", "Rows", "Sheet", "Target", "captured_with",
-    "compare", "compared", "explain", "find", "in_force", "jit", "lower", "npu_kernels", "op", "ops", "page", "prepare",
-    "record", "table", "torch_kernels", "use", "watch",
+    "OPS", "TARGETS", "CaptureError", "Choice", "CollectiveError", "Comparison", "Compiled", "Finding", "Jitted",
+    "Kernel", "Lowered", "LoweringError", "Op", "Overflow", "Policy", "RecaptureWarning", "Refused", "Report", "Row",
+    "Rows", "Sheet", "Target", "TritonSource", "audit", "captured_with", "compare", "compared", "compile_for",
+    "explain", "find", "in_force", "jit", "lower", "npu_kernels", "op", "ops", "page", "prepare", "record", "table",
+    "torch_kernels", "use", "watch",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The command line of `lowering`: `python -m lowering check` and `python -m lowering fetch-torch-npu`.
+"""The command line of `lowering`: `python -m lowering check`, and what fetches the packages that dry runs need.
 
 `check` runs every kernel on the device that is here, prints a table and writes a page and a JSON file for a bug report.
 It runs them in a process of its own and starts another where a kernel hangs or kills it. Every outcome is written to a
@@ -22,6 +22,7 @@ from rich.console import Console
 
 from . import detect
 from . import target as targets
+from .ascend_compiler import packages
 from .check.device import Checked
 from .check.journal import Journal, supervise, work
 from .dryrun.stubs import stubs
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     fetching = commands.add_parser("fetch-torch-npu", help="get the torch_npu wheel that Ascend dry runs load")
     fetching.set_defaults(run=_fetch)
     fetching.add_argument("--version", help="default: the newest that fits the installed torch")
+    compiler = commands.add_parser("fetch-ascend-compiler", help="get the compiler that Triton kernels are shown to")
+    compiler.set_defaults(run=_fetch_compiler)
     args = parser.parse_args(argv)
     try:
         return args.run(args)
@@ -70,6 +73,12 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 def _fetch(args: argparse.Namespace) -> int:
     wheel = fetch(args.version)
     print(f"unpacked into {wheel}, with stand-ins for the CANN libraries in {stubs(wheel)}")
+    return 0
+
+
+def _fetch_compiler(_: argparse.Namespace) -> int:
+    found = packages.fetch()
+    print(f"unpacked into {found.triton}, {found.bisheng} and {found.numpy}")
     return 0
 
 

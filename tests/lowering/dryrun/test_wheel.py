@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowering import LoweringError
+from lowering import LoweringError, wheels
 from lowering.__main__ import main
 from lowering.dryrun import stubs, wheel
 
@@ -24,7 +24,7 @@ SERIES = ".".join(torch.__version__.split(".")[:2])
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(wheel.ENVIRONMENT, str(tmp_path / "cache"))
+    monkeypatch.setenv(wheels.ENVIRONMENT, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -43,23 +43,23 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
                         archive.writestr(file, "content")
             return SimpleNamespace(returncode=code)
 
-        monkeypatch.setattr(wheel.subprocess, "run", run)
+        monkeypatch.setattr(wheels.subprocess, "run", run)
         return commands
 
     return install
 
 
 def test_the_cache_is_where_the_platform_keeps_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(wheel.ENVIRONMENT, raising=False)
+    monkeypatch.delenv(wheels.ENVIRONMENT, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     monkeypatch.setattr(sys, "platform", "linux")
-    assert wheel.cache_directory() == Path("/somewhere/funcmodels")
+    assert wheels.cache_directory() == Path("/somewhere/funcmodels")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert wheel.cache_directory() == Path.home() / ".cache" / "funcmodels"
+    assert wheels.cache_directory() == Path.home() / ".cache" / "funcmodels"
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert wheel.cache_directory() == Path.home() / "Library" / "Caches" / "funcmodels"
-    monkeypatch.setenv(wheel.ENVIRONMENT, "/mine")
-    assert wheel.cache_directory() == Path("/mine")
+    assert wheels.cache_directory() == Path.home() / "Library" / "Caches" / "funcmodels"
+    monkeypatch.setenv(wheels.ENVIRONMENT, "/mine")
+    assert wheels.cache_directory() == Path("/mine")
 
 
 def test_a_missing_wheel_says_what_to_run(cache: Path) -> None:

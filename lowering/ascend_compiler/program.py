@@ -1,0 +1,47 @@
+"""What the text of a compiled program says: memory that it plans, and calls of the device library."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+
+BITS = {"i1": 1, "i8": 8, "i16": 16, "f16": 16, "bf16": 16, "i32": 32, "f32": 32, "i64": 64, "f64": 64}
+UNITS = {
+    "load": r"load_gm_to_|nd2nz_",
+    "store": r"store_\w+_to_gm|fixpipe_",
+    "cube": r"mma_|set_l1_|matmul",
+    "other": r"sync_block_|set_ffts|print",
+}
+"""The unit that runs a library call, by how its name begins; every other one is vector work."""
+
+_CONSTANT = re.compile(r"(%[\w]+) = arith\.constant (-?\d+) : i64")
+_PLACED = re.compile(r"hivm\.hir\.pointer_cast\(([^)]*)\) : memref<((?:\d+x)*)(\w+), #hivm\.address_space<ub>>")
+_CALLED = re.compile(r"\bcall @(\w+)")
+_BUFFER = re.compile(r'"UB_SIZE", (\d+)')
+
+
+def buffer_bits(program: str) -> int:
+    """Bits of the machine's unified buffer, which the compiler writes into every program."""
+    found = _BUFFER.search(program)
+    assert found is not None
+    return int(found[1])
+
+
+def planned_bits(program: str) -> int:
+    """The end of the last buffer that is placed in the unified buffer. Addresses are bytes."""
+    constants = {name: int(value) for name, value in _CONSTANT.findall(program)}
+    ends = [0]
+    for places, sizes, element in _PLACED.findall(program):
+        bits = math.prod(map(int, sizes.split("x")[:-1])) * BITS[element]
+        ends += [8 * constants[place.strip()] + bits for place in places.split(",")]
+    return max(ends)
+
+
+def library_calls(program: str) -> dict[str, dict[str, int]]:
+    """How often each library function stands in the program, by the unit that runs it."""
+    found: dict[str, dict[str, int]] = {"load": {}, "store": {}, "vector": {}, "cube": {}, "other": {}}
+    for name, count in sorted(Counter(_CALLED.findall(program)).items()):
+        unit = next((unit for unit, names in UNITS.items() if re.match(names, name)), "vector")
+        found[unit][name] = count
+    return {unit: names for unit, names in found.items() if names}

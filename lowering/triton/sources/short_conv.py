@@ -1,0 +1,69 @@
+"""The short convolution for few tokens a row, and standing after some of them."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def short_conv(
+    x, taps, window, query_start, out, after, rows, channels, slot,
+    WIDTH: tl.constexpr, DILATION: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """`short_conv` token by token, TILE channels at a time; taps [WIDTH channels], so that each is read as it lies.
+
+    x and out [tokens channels], window [slots past channels], past = (WIDTH - 1) * DILATION. `after` [slots slot
+    channels] gets the window after each row's last token, or with STEPS the old one followed by the row's new tokens
+    (a trail). What lies past a row's tokens there, padding tokens and the scratch slot are not written.
+    """
+    past: tl.constexpr = (WIDTH - 1) * DILATION
+    stride = channels.to(tl.int64)
+    tiles = tl.cdiv(channels, TILE)
+    for job in range(tl.program_id(0), rows * tiles, tl.num_programs(0)):
+        row = (job // tiles).to(tl.int64)
+        channel = job % tiles * TILE + tl.arange(0, TILE)
+        live = channel < channels
+        before = window + row * past * stride + channel
+        made = after + row * slot * stride + channel
+        first = tl.load(query_start + row)
+        last = tl.load(query_start + row + 1)
+        new = x + first * stride + channel
+        for token in range(0, last - first):
+            total = tl.zeros((TILE,), tl.float32)
+            for tap in tl.static_range(WIDTH):
+                seen = seen_at(new, before, token + (tap + 1 - WIDTH) * DILATION, past, stride, live)
+                total += seen.to(tl.float32) * tl.load(taps + tap * stride + channel, mask=live, other=0.0).to(
+                    tl.float32
+                )
+            total = (total * tl.sigmoid(total)).to(out.dtype.element_ty)
+            tl.store(out + (first + token) * stride + channel, total, mask=live)
+            if STEPS:
+                read = tl.load(new + token * stride, mask=live, other=0.0)
+                tl.store(made + (past + token) * stride, read.to(after.dtype.element_ty), mask=live)
+        for place in tl.static_range(past):
+            if STEPS:
+                kept = tl.load(before + place * stride, mask=live, other=0.0).to(x.dtype.element_ty)
+            else:
+                kept = seen_at(new, before, last - first + (place - past), past, stride, live)
+            tl.store(made + place * stride, kept.to(after.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def seen_at(new, before, place, past, stride, live):
+    """What a row reads at a place counted from its first new token, in x's dtype: the window where it is negative."""
+    if place >= 0:
+        seen = tl.load(new + place * stride, mask=live, other=0.0)
+    else:
+        seen = tl.load(before + (past + place) * stride, mask=live, other=0.0).to(new.dtype.element_ty)
+    return seen
+
+
+@triton.jit
+def commit(inputs, accepted, out, rows, past, slot, channels, TILE: tl.constexpr):
+    """`WindowTrail.at`: out [slots past channels] is what inputs [slots slot channels] held after those accepted."""
+    tiles = tl.cdiv(past * channels, TILE)
+    for job in range(tl.program_id(0), rows * tiles, tl.num_programs(0)):
+        row = (job // tiles).to(tl.int64)
+        cell = job % tiles * TILE + tl.arange(0, TILE)
+        taken = tl.load(accepted + row)
+        found = tl.load(inputs + (row * slot + taken) * channels + cell, mask=cell < past * channels)
+        tl.store(out + row * past * channels + cell, found, mask=cell < past * channels)
