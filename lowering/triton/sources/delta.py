@@ -31,9 +31,10 @@ def recurrent(
         first = tl.load(query_start + row)
         last = tl.load(query_start + row + 1)
         now = tl.load(state + place + cells).to(tl.float32)
-        for token in range(first, last):
-            shared = (token.to(tl.int64) * k_heads + key_head) * K_DIM
-            own = token.to(tl.int64) * v_heads + head
+        for step in range(0, last - first):
+            token = first.to(tl.int64) + step
+            shared = (token * k_heads + key_head) * K_DIM
+            own = token * v_heads + head
             query = tl.load(q + shared + keys).to(tl.float32)
             key = tl.load(k + shared + keys).to(tl.float32)
             value = tl.load(v + own * V_DIM + values).to(tl.float32)
@@ -46,8 +47,8 @@ def recurrent(
             now = now + update[:, None] * key[None, :]
             tl.store(out + own * V_DIM + values, tl.sum(now * query[None, :], 1).to(out.dtype.element_ty))
             if STEPS:
-                step = (row.to(tl.int64) * steps + (token - first)) * v_heads + head
-                tl.store(after + step * V_DIM * K_DIM + cells, now.to(after.dtype.element_ty))
+                kept = (row.to(tl.int64) * steps + step) * v_heads + head
+                tl.store(after + kept * V_DIM * K_DIM + cells, now.to(after.dtype.element_ty))
         if not STEPS:
             tl.store(after + place + cells, now.to(after.dtype.element_ty))
 

@@ -1,0 +1,45 @@
+"""Launches of the short convolution, and of standing after some of the tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..ops.short_conv import WindowTrail
+from ..rows import Rows
+from ..target import Target
+from .delta import COPY
+from .launch import Launch
+from .tiles import Footprint, planned
+
+TOKEN = Footprint(copies=4.0, copies_950=2.0, streams=3)
+
+
+def short_conv(
+    x: Tensor, weight: Tensor, window: Tensor, rows: Rows, *, keep_steps: bool, dilation: int = 1, target: Target
+) -> tuple[Launch, tuple[Tensor, Tensor, WindowTrail | None]]:
+    """The op of this name, for rows of few tokens that continue a window, and the result that the launch fills."""
+    channels, width = weight.shape
+    past = (width - 1) * dilation
+    out, slot = torch.zeros_like(x), past + rows.max_query if keep_steps else past
+    after = (x if keep_steps else window).new_zeros(rows.count + 1, slot, channels)
+    tile = planned(target, TOKEN, size=x.element_size(), most=channels)
+    arguments = {
+        "x": x, "taps": weight.T.contiguous(), "window": window, "query_start": rows.query_start, "out": out,
+        "after": after, "rows": rows.count, "channels": channels, "slot": slot,
+    }  # fmt: skip
+    constants = {"WIDTH": width, "DILATION": dilation, "TILE": tile, "STEPS": keep_steps}
+    jobs = rows.count * -(-channels // tile)
+    launch = Launch("short_conv", "short_conv", arguments, constants, jobs, ("x", "window", "out", "after"))
+    return launch, (out, window, WindowTrail(after)) if keep_steps else (out, after, None)
+
+
+def commit(trail: WindowTrail, accepted: Tensor, past: int, *, target: Target) -> tuple[Launch, Tensor]:
+    """`WindowTrail.at`, and the windows that the launch fills."""
+    (slots, slot, channels), rows = trail.inputs.shape, accepted.shape[0]
+    out = trail.inputs.new_zeros(slots, past, channels)
+    tile = planned(target, COPY, size=out.element_size(), most=past * channels)
+    arguments = {"inputs": trail.inputs, "accepted": accepted, "out": out}
+    sizes = {"rows": rows, "past": past, "slot": slot, "channels": channels}
+    jobs = rows * -(-past * channels // tile)
+    return Launch("short_conv", "commit", arguments | sizes, {"TILE": tile}, jobs, ("inputs", "out")), out
