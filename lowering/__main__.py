@@ -29,6 +29,7 @@ from .dryrun.stubs import stubs
 from .dryrun.wheel import fetch
 from .errors import LoweringError
 from .explain.html import page
+from .triton import catalogue
 
 TOLD = 30.0
 """Seconds between lines of progress where nobody looks at a terminal."""
@@ -44,6 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     fetching.add_argument("--version", help="default: the newest that fits the installed torch")
     compiler = commands.add_parser("fetch-ascend-compiler", help="get the compiler that Triton kernels are shown to")
     compiler.set_defaults(run=_fetch_compiler)
+    compiling = commands.add_parser("compile-kernels", help="show our Triton kernels to Ascend's compiler")
+    compiling.set_defaults(run=_compile_kernels)
+    compiling.add_argument(
+        "--target", action="append", choices=targets.ASCEND, help="default: all; several for several"
+    )
     args = parser.parse_args(argv)
     try:
         return args.run(args)
@@ -80,6 +86,12 @@ def _fetch_compiler(_: argparse.Namespace) -> int:
     found = packages.fetch()
     print(f"unpacked into {found.triton}, {found.bisheng} and {found.numpy}")
     return 0
+
+
+def _compile_kernels(args: argparse.Namespace) -> int:
+    found = catalogue.compiled([targets.named(name) for name in args.target or targets.ASCEND])
+    catalogue.sheet(found).show(Console())
+    return 0 if all(one.good for one in found) else 1
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Our own Triton kernels, one source for Ascend's Triton and upstream's: compiled and interpreted here, run nowhere yet.
+"""Our own Triton kernels, one source for Ascend's Triton and upstream's, compiled and interpreted, run nowhere yet.
 
 `sources/` holds the kernels, which import Triton alone and are never imported here; the files beside it say, one op
 family each, with which arguments and tiles a kernel computes a call of an op. No kernel of this folder is registered

@@ -13,8 +13,7 @@ from .tiles import Footprint, dividing, planned
 
 RECURRENT = Footprint(copies=3.6, copies_950=3.0, streams=0)
 """Cells of the state."""
-GATES = Footprint(copies=4.0, copies_950=2.0, streams=2)
-CHANNEL_GATES = Footprint(copies=4.0, copies_950=2.0, streams=2)
+GATES = Footprint(copies=3.5, copies_950=2.0, streams=1)
 COPY = Footprint(copies=0.0, copies_950=0.0, streams=1)
 
 
@@ -61,7 +60,7 @@ def channel_gates(
     """The op of this name, and the result that the launch fills."""
     tokens, heads, k_dim = f.shape
     out = torch.empty_like(f, dtype=torch.float32), torch.empty_like(b, dtype=torch.float32)
-    tile = planned(target, CHANNEL_GATES, size=f.element_size(), most=heads, width=k_dim)
+    tile = planned(target, GATES, size=f.element_size(), most=heads, width=k_dim)
     arguments = {"f": f, "b": b, "a_log": a_log, "dt_bias": dt_bias, "decay": out[0], "beta": out[1]}
     sizes = {"tokens": tokens, "heads": heads, "lower_bound": float(lower_bound or 0.0)}
     constants = {"K_DIM": k_dim, "TILE": tile, "BOUNDED": lower_bound is not None}

@@ -10,7 +10,7 @@ from ..target import Target
 from .launch import Launch
 from .tiles import Footprint, planned
 
-GATED = Footprint(copies=3.0, copies_950=1.0, streams=3)
+GATED = Footprint(copies=3.0, copies_950=2.0, streams=1)
 
 
 def gated_rms_norm(

@@ -12,7 +12,7 @@ from .delta import COPY
 from .launch import Launch
 from .tiles import Footprint, planned
 
-TOKEN = Footprint(copies=4.0, copies_950=2.0, streams=3)
+TOKEN = Footprint(copies=5.0, copies_950=5.0, streams=3)
 
 
 def short_conv(

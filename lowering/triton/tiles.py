@@ -13,8 +13,9 @@ class Footprint:
     """What one cell of a kernel's tile takes of the unified buffer.
 
     `copies` are the float32 values a cell that live at one time, on 910 and on 950, whose fused vector functions keep
-    fewer; `streams` the values a cell that are loaded or stored in the tensors' own dtype, twice where transfers
-    overlap with work. Both are held to the compiler: the tile that they give compiles, and the next one does not gain.
+    fewer; `streams` the values a cell in the tensors' own dtype that have a place beside them, twice where transfers
+    overlap with work. They are read off what the compiler needs near the limit, and held to it by the tests: the tile
+    that they give compiles with its second buffers, and the next one does not, or not without sharing more places.
     """
 
     copies: float
@@ -31,8 +32,8 @@ class Footprint:
 def planned(target: Target, footprint: Footprint, *, size: int, most: int, width: int = 1) -> int:
     """The largest power of two of rows, `width` cells each, that is sure to fit, and no more than `most` needs.
 
-    `size` is that of the tensors' elements in bytes. Raises `LoweringError` where one row does not fit, and for a target
-    whose unified buffer is not known.
+    `size` is that of the tensors' elements in bytes. Raises `LoweringError` where one row does not fit, and for a
+    target whose unified buffer is not known.
     """
     if target.unified_buffer is None:
         raise LoweringError(f"tiles are planned for {', '.join(ASCEND)}; target is {target.name}")

@@ -4,6 +4,8 @@ The interpreter cuts float32 off where it makes bfloat16 of it (a known fault); 
 compilers do.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import importlib.util
@@ -59,7 +61,9 @@ def mend() -> None:
 
     interpreter.InterpreterBuilder.cast_impl = cast
     for name in ("fp_ext", "fp_trunc", "si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui"):
-        setattr(interpreter.InterpreterBuilder, f"create_{name}", lambda self, src, dst_type: self.cast_impl(src, dst_type))
+        setattr(
+            interpreter.InterpreterBuilder, f"create_{name}", lambda self, src, dst_type: self.cast_impl(src, dst_type)
+        )
 
 
 def loaded(path: str) -> ModuleType:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-
 from lowering.cases import CASES
 from lowering.cases.case import Case
 from lowering.op import find

@@ -1,0 +1,134 @@
+"""Our Triton kernels at published sizes, compiled: what `python -m lowering compile-kernels` shows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..ascend_compiler.audit import Finding, audit
+from ..ascend_compiler.outcome import Compiled, Outcome
+from ..explain.sheet import Sheet
+from ..ops.delta import DeltaStates
+from ..ops.short_conv import WindowTrail
+from ..rows import Rows
+from ..target import Target
+from . import delta, norm, short_conv
+from .launch import Launch
+
+ROWS, STEPS = 8, 4
+"""A batch that verifies three drafted tokens a row."""
+TOKENS = ROWS * STEPS
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _wide(*shape: int) -> Tensor:
+    return _empty(*shape, dtype=torch.float32)
+
+
+def _rows() -> Rows:
+    starts = torch.empty(ROWS + 1, dtype=torch.int32, device="meta")
+    return Rows(starts, max_query=STEPS, uniform=True)
+
+
+def launches(target: Target) -> dict[str, Launch]:
+    """Launches on this machine by op and family: bfloat16 tensors without values, states in float32."""
+    accepted = torch.empty(ROWS, dtype=torch.int32, device="meta")
+    states = DeltaStates(_wide(ROWS + 1, 32, 128, 128), _wide(ROWS, STEPS, 32, 128, 128))
+    windows = WindowTrail(_empty(ROWS + 1, 3 + STEPS, 8192))
+    made = {
+        "commit of states, Qwen3.5": delta.commit(states, accepted, target=target)[0],
+        "commit of windows, Qwen3.5": short_conv.commit(windows, accepted, 3, target=target)[0],
+        "scatter of states, Qwen3.5": delta.scatter(states.after[:, 0], accepted, states.before, target=target),
+    }
+    return {**dict(_recurrent(target)), **dict(_gates(target)), **dict(_norms(target)), **dict(_convs(target)), **made}
+
+
+def _recurrent(target: Target) -> Iterator[tuple[str, Launch]]:
+    for family, k_heads, v_heads, channels in (("Qwen3.5", 16, 32, ()), ("Kimi-K3", 96, 96, (128,))):
+        q, v, beta = _empty(TOKENS, k_heads, 128), _empty(TOKENS, v_heads, 128), _wide(TOKENS, v_heads)
+        decay, state = _wide(TOKENS, v_heads, *channels), _wide(ROWS + 1, v_heads, 128, 128)
+        for keep_steps in (False, True):
+            call = delta.gated_delta_rule(q, q, v, decay, beta, state, _rows(), keep_steps=keep_steps, target=target)
+            yield f"gated_delta_rule, {family}{', steps kept' if keep_steps else ''}", call[0]
+
+
+def _gates(target: Target) -> Iterator[tuple[str, Launch]]:
+    a, head = _empty(4096, 32), _wide(32)
+    yield "delta_gates, Qwen3.5", delta.delta_gates(a, a, head, head, target=target)[0]
+    for family, heads, bound in (("Kimi-Linear", 32, None), ("Kimi-K3", 96, -5.0)):
+        f, b, rate, bias = _empty(TOKENS, heads, 128), _empty(TOKENS, heads), _wide(heads), _wide(heads, 128)
+        call = delta.channel_gates(f, b, rate, bias, lower_bound=bound, target=target)
+        yield f"channel_gates, {family}", call[0]
+
+
+def _norms(target: Target) -> Iterator[tuple[str, Launch]]:
+    for name, rows, dim, rounded in (
+        ("gated_rms_norm, Qwen3.5", 4096, 128, True),
+        ("gated_rms_norm_fp32, Kimi-K3", 4096, 128, False),
+        ("gated_rms_norm, rows of 4096", 64, 4096, True),
+    ):
+        x, weight = _empty(rows, dim), _empty(dim)
+        call = norm.gated_rms_norm(x, x, weight, eps=1e-6, activation="silu", rounded=rounded, target=target)
+        yield name, call[0]
+
+
+def _convs(target: Target) -> Iterator[tuple[str, Launch]]:
+    for name, channels, dilation, keep_steps in (
+        ("short_conv, Qwen3.5", 8192, 1, False),
+        ("short_conv, Qwen3.5, steps kept", 8192, 1, True),
+        ("short_conv, Flash-Next's n-grams", 2560, 3, False),
+    ):
+        x, weight, window = _empty(TOKENS, channels), _empty(channels, 4), _empty(ROWS + 1, 3 * dilation, channels)
+        kept = {"keep_steps": keep_steps, "dilation": dilation}
+        yield name, short_conv.short_conv(x, weight, window, _rows(), **kept, target=target)[0]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One kernel of the catalogue on one machine: what the compiler made of it, and what the audit found."""
+
+    name: str
+    target: Target
+    launch: Launch
+    outcome: Outcome
+    findings: tuple[Finding, ...]
+
+    @property
+    def good(self) -> bool:
+        """Whether it compiles, and the audit finds nothing."""
+        return isinstance(self.outcome, Compiled) and not self.findings
+
+
+def show(target: Target, name: str, launch: Launch) -> Shown:
+    """Compile and audit one launch."""
+    outcome = launch.compiled(target)
+    findings = audit(outcome, launch.pools) if isinstance(outcome, Compiled) else ()
+    return Shown(name, target, launch, outcome, findings)
+
+
+def compiled(targets: Sequence[Target]) -> list[Shown]:
+    """The whole catalogue for these machines, as many at a time as there are cores."""
+    asked = [(target, name, launch) for target in targets for name, launch in launches(target).items()]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return list(threads.map(lambda one: show(*one), asked))
+
+
+def sheet(found: Sequence[Shown]) -> Sheet:
+    """The catalogue as a table."""
+    rows = [(one.name, one.target.name, str(one.launch.constants["TILE"]), _words(one)) for one in found]
+    marked = [at for at, one in enumerate(found) if not one.good]
+    notes = ["compiled up to machine code, which needs CANN; run on no device"]
+    return Sheet("Triton kernels by Ascend's compiler", ("kernel", "target", "tile", "outcome"), rows, marked=marked,
+                 numbers=("tile",), notes=notes)  # fmt: skip
+
+
+def _words(one: Shown) -> str:
+    return "\n".join(map(str, (one.outcome, *one.findings)))
