@@ -1,7 +1,7 @@
 """`compile_for`: a Triton kernel through Ascend's compiler on any machine, for a named target.
 
 Three programs follow each other: Triton's front end (a Python process of its own), triton-ascend's adapter, and
-BiSheng, with the options that triton-ascend 3.2.0 gives them (its `backends/ascend/compiler.py`). The last step,
+BiSheng, with the options that triton-ascend 3.2.0 gives them (compiler.py of its Ascend backend). The last step,
 `hivmc`, which makes machine code, comes with CANN alone: a program that does nothing stands in for it.
 """
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,14 +24,11 @@ from .launch import Launch
 ROWS, STEPS = 8, 4
 """A batch that verifies three drafted tokens a row."""
 TOKENS = ROWS * STEPS
+Maker = Callable[..., Tensor]
 
 
-def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def _wide(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _wide(*shape: int) -> Tensor:
-    return _empty(*shape, dtype=torch.float32)
 
 
 def _rows() -> Rows:
@@ -38,55 +36,57 @@ def _rows() -> Rows:
     return Rows(starts, max_query=STEPS, uniform=True)
 
 
-def launches(target: Target) -> dict[str, Launch]:
-    """Launches on this machine by op and family: bfloat16 tensors without values, states in float32."""
+def launches(target: Target, dtype: torch.dtype = torch.bfloat16) -> dict[str, Launch]:
+    """Launches on this machine by op and family, of tensors without values; states and gates are in float32."""
+    narrow = partial(_wide, dtype=dtype)
     accepted = torch.empty(ROWS, dtype=torch.int32, device="meta")
     states = DeltaStates(_wide(ROWS + 1, 32, 128, 128), _wide(ROWS, STEPS, 32, 128, 128))
-    windows = WindowTrail(_empty(ROWS + 1, 3 + STEPS, 8192))
+    windows = WindowTrail(narrow(ROWS + 1, 3 + STEPS, 8192))
     made = {
         "commit of states, Qwen3.5": delta.commit(states, accepted, target=target)[0],
         "commit of windows, Qwen3.5": short_conv.commit(windows, accepted, 3, target=target)[0],
         "scatter of states, Qwen3.5": delta.scatter(states.after[:, 0], accepted, states.before, target=target),
     }
-    return {**dict(_recurrent(target)), **dict(_gates(target)), **dict(_norms(target)), **dict(_convs(target)), **made}
+    families = (_recurrent, _gates, _norms, _convs)
+    return {name: launch for family in families for name, launch in family(target, narrow)} | made
 
 
-def _recurrent(target: Target) -> Iterator[tuple[str, Launch]]:
+def _recurrent(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
     for family, k_heads, v_heads, channels in (("Qwen3.5", 16, 32, ()), ("Kimi-K3", 96, 96, (128,))):
-        q, v, beta = _empty(TOKENS, k_heads, 128), _empty(TOKENS, v_heads, 128), _wide(TOKENS, v_heads)
+        q, v, beta = narrow(TOKENS, k_heads, 128), narrow(TOKENS, v_heads, 128), _wide(TOKENS, v_heads)
         decay, state = _wide(TOKENS, v_heads, *channels), _wide(ROWS + 1, v_heads, 128, 128)
         for keep_steps in (False, True):
             call = delta.gated_delta_rule(q, q, v, decay, beta, state, _rows(), keep_steps=keep_steps, target=target)
             yield f"gated_delta_rule, {family}{', steps kept' if keep_steps else ''}", call[0]
 
 
-def _gates(target: Target) -> Iterator[tuple[str, Launch]]:
-    a, head = _empty(4096, 32), _wide(32)
+def _gates(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
+    a, head = narrow(4096, 32), _wide(32)
     yield "delta_gates, Qwen3.5", delta.delta_gates(a, a, head, head, target=target)[0]
     for family, heads, bound in (("Kimi-Linear", 32, None), ("Kimi-K3", 96, -5.0)):
-        f, b, rate, bias = _empty(TOKENS, heads, 128), _empty(TOKENS, heads), _wide(heads), _wide(heads, 128)
+        f, b, rate, bias = narrow(TOKENS, heads, 128), narrow(TOKENS, heads), _wide(heads), _wide(heads, 128)
         call = delta.channel_gates(f, b, rate, bias, lower_bound=bound, target=target)
         yield f"channel_gates, {family}", call[0]
 
 
-def _norms(target: Target) -> Iterator[tuple[str, Launch]]:
+def _norms(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
     for name, rows, dim, rounded in (
         ("gated_rms_norm, Qwen3.5", 4096, 128, True),
         ("gated_rms_norm_fp32, Kimi-K3", 4096, 128, False),
         ("gated_rms_norm, rows of 4096", 64, 4096, True),
     ):
-        x, weight = _empty(rows, dim), _empty(dim)
+        x, weight = narrow(rows, dim), narrow(dim)
         call = norm.gated_rms_norm(x, x, weight, eps=1e-6, activation="silu", rounded=rounded, target=target)
         yield name, call[0]
 
 
-def _convs(target: Target) -> Iterator[tuple[str, Launch]]:
+def _convs(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
     for name, channels, dilation, keep_steps in (
         ("short_conv, Qwen3.5", 8192, 1, False),
         ("short_conv, Qwen3.5, steps kept", 8192, 1, True),
         ("short_conv, Flash-Next's n-grams", 2560, 3, False),
     ):
-        x, weight, window = _empty(TOKENS, channels), _empty(channels, 4), _empty(ROWS + 1, 3 * dilation, channels)
+        x, weight, window = narrow(TOKENS, channels), narrow(channels, 4), narrow(ROWS + 1, 3 * dilation, channels)
         kept = {"keep_steps": keep_steps, "dilation": dilation}
         yield name, short_conv.short_conv(x, weight, window, _rows(), **kept, target=target)[0]
 
