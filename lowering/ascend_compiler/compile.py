@@ -35,6 +35,7 @@ ATTEMPTS = 3
 SECONDS = 120
 """After which a step has not ended: all kernels known to end do so in a quarter of that."""
 TTIR, LINALG = "kernel.ttir", "kernel.linalg"
+MAKERS = ("compile", "front_end", "outcome", "program")
 OUTCOMES = {kind.__name__: kind for kind in (Compiled, Overflow, Refused)}
 
 
@@ -149,8 +150,8 @@ class Asking:
     multi_buffer: bool
 
     def key(self) -> str:
-        """A hash of all that the outcome depends on, the text of these files included."""
-        files = sorted(Path(__file__).parent.glob("*.py"))
+        """A hash of all that the outcome depends on, the text of the files that make it included."""
+        files = (Path(__file__).with_name(f"{name}.py") for name in MAKERS)
         here = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
         given = [self.source.text(), self.source.name, self.signature, self.constants, self.multi_buffer]
         text = json.dumps([*given, self.chip.name, VERSIONS, here], sort_keys=True)

@@ -68,12 +68,17 @@ def fetched() -> Toolchain:
     return Toolchain(*(path for path in (found[p] for p in ("triton-ascend", "ascendnpu-ir", "numpy")) if path))
 
 
+def offered() -> bool:
+    """Whether the compiler is made for this Python and machine."""
+    return all((package, python_tag(), platform.machine()) in HASHES for package in VERSIONS)
+
+
 def fetch() -> Toolchain:
     """Download the wheels that are not here yet, check their hashes, and unpack them into the cache.
 
     Raises `LoweringError` for a Python or a machine without such wheels, and for a wheel of another hash.
     """
-    if any((package, python_tag(), platform.machine()) not in HASHES for package in VERSIONS):
+    if not offered():
         known = sorted({f"{tag} on {machine}" for _, tag, machine in HASHES})
         raise LoweringError(
             f"there is no triton-ascend {VERSIONS['triton-ascend']} for {python_tag()} on {platform.machine()}; "
