@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowering import ops
-from lowering.ops import DeltaInputs, DeltaTrail, WindowTrail
+from lowering.ops import DeltaStates, DeltaTrail, WindowTrail
 from lowering.ops.norm import Activation
 from params.sharding import Inputs, Outputs
 from params.spec import leaf
@@ -56,7 +56,7 @@ class DeltaTrails:
     """The trails of window and delta state while pending."""
 
     window: WindowTrail
-    delta: DeltaTrail | DeltaInputs
+    delta: DeltaTrail | DeltaStates
 
 
 @tree

@@ -34,7 +34,9 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "npu_dynamic_mx_quant": ("input", "axis", "round_mode", "dst_type", "block_size", "scale_alg"),
     "npu_dynamic_quant": ("input", "dst_type"),
     "npu_format_cast": ("input", "acl_format"),
-    "npu_fused_causal_conv1d": ("x", "weight", "conv_states", "query_start_loc", "cache_indices"),
+    "npu_fused_causal_conv1d": (
+        "x", "weight", "conv_states", "query_start_loc", "cache_indices", "max_query_len",
+    ),
     "npu_fused_infer_attention_score_v2": (
         "query", "key", "value", "query_rope", "key_rope", "atten_mask", "actual_seq_qlen", "actual_seq_kvlen",
         "block_table", "num_query_heads", "num_key_value_heads", "softmax_scale", "pre_tokens", "next_tokens",
@@ -75,17 +77,15 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     ),
     "npu_quantize": ("input", "scales", "zero_points", "dtype", "axis", "div_mode"),
     "npu_recurrent_gated_delta_rule_functional": (
-        "query", "key", "value", "state", "beta", "scale", "actual_seq_lengths", "ssm_state_indices", "g",
+        "query", "key", "value", "state", "beta", "scale", "actual_seq_lengths", "ssm_state_indices", "g", "gk",
     ),
     "npu_rms_norm": ("input", "gamma", "epsilon"),
     "npu_rotary_mul": ("input", "r1", "r2", "rotary_mode"),
     "npu_scatter_pa_kv_cache": ("key", "value", "key_cache", "value_cache", "slot_mapping", "cache_mode"),
     "npu_swiglu": ("input", "dim"),
+    "npu_top_k_top_p": ("logits", "p", "k"),
 }  # fmt: skip
 """Every operator that our kernels call, and the arguments they pass: what must be there for a kernel to be chosen."""
-
-LEFT_OUT: dict[str, tuple[str, ...]] = {"npu_mhc_post": ("h_res",)}
-"""Arguments among these that our kernels give None for, which older versions do not take."""
 
 
 def missing(operators: tuple[str, ...], target: Target) -> str | None:
@@ -118,10 +118,7 @@ def lacking(operator: str, schema: str | None) -> str | None:
         return f"operator {operator}"
     types = {argument.name: argument.type for argument in torch._C.parse_schema(schema).arguments}
     absent = [name for name in ARGUMENTS.get(operator, ()) if name not in types]
-    if absent:
-        return f"argument {absent[0]} of operator {operator}"
-    needed = [name for name in LEFT_OUT.get(operator, ()) if not isinstance(types[name], torch._C.OptionalType)]
-    return f"operator {operator} without {needed[0]}" if needed else None
+    return f"argument {absent[0]} of operator {operator}" if absent else None
 
 
 def home(operator: str) -> tuple[str, str]:

@@ -19,7 +19,7 @@ RECURRENT_TOKENS = 8
 """Most tokens a request brings to the recurrent operator."""
 
 CHUNK_WIDTH = 128
-"""The one width of keys and values that the chunked operator takes."""
+"""The width of keys and values that the chunked operator takes at most."""
 
 
 def _need_given(**arguments: object) -> None:
@@ -27,9 +27,13 @@ def _need_given(**arguments: object) -> None:
     need(not missing, f"{', '.join(missing)}: left out, which the schema allows and the operator does not")
 
 
-def _need_tokens(query: Tensor, key: Tensor, value: Tensor, state: Tensor, beta: Tensor, g: Tensor | None) -> None:
+def _need_tokens(
+    query: Tensor, key: Tensor, value: Tensor, state: Tensor, beta: Tensor, g: Tensor | None,
+    states: tuple[torch.dtype, ...],
+) -> None:  # fmt: skip
     """Shapes and dtypes that both operators share. How many states there are is left to each."""
-    need_dtype((torch.bfloat16,), query=query, key=key, value=value, state=state, beta=beta)
+    need_dtype((torch.bfloat16,), query=query, key=key, value=value, beta=beta)
+    need_dtype(states, state=state)
     need_dtype((torch.float32,), g=g)
     need_rank(3, 3, query=query, key=key, value=value)
     need_rank(4, 4, state=state)
@@ -57,10 +61,12 @@ def _recurrent_like(
     ssm_state_indices: Any, num_accepted_tokens: Tensor | None, g: Tensor | None, gk: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _need_given(beta=beta, scale=scale, actual_seq_lengths=actual_seq_lengths, ssm_state_indices=ssm_state_indices)
-    need(gk is None, "gk is given; the documentation of this version does not support it")
-    _need_tokens(query, key, value, state, beta, g)
+    need(g is None or gk is None, "g and gk are given; the reference covers one of them")
+    _need_tokens(query, key, value, state, beta, g, (torch.bfloat16, torch.float32))
+    need_dtype((torch.float32,), gk=gk)
+    need_shape((*value.shape[:2], key.shape[2]), "tokens, v_heads, k_dim", gk=gk)
     _need_at_most(256, query, value, 1, "heads")
-    _need_at_most(256, query, value, 2, "width")
+    _need_at_most(512, query, value, 2, "width")
     lists = {"actual_seq_lengths": actual_seq_lengths, "num_accepted_tokens": num_accepted_tokens}
     need_dtype((torch.int32,), ssm_state_indices=ssm_state_indices, **lists)
     need_rank(1, 1, **lists)
@@ -91,7 +97,8 @@ def npu_recurrent_gated_delta_rule_functional(
     for slots, taken in zip(requests, accepted, strict=True):
         need(1 <= taken <= len(slots), f"num_accepted_tokens has {taken}; expected 1 to the request's {len(slots)}")
         part = slice(token, token + len(slots))
-        tokens = _steps(state[slots[taken - 1]], query[part], key[part], value[part], beta[part], _part(g, part), scale)
+        given = (query[part], key[part], value[part], beta[part], _part(g if gk is None else gk, part), scale)
+        tokens = _steps(state[slots[taken - 1]], *given)
         for slot, (now, y) in zip(slots.tolist(), tokens, strict=True):
             after[slot] = now.to(state.dtype)
             out.append(y)
@@ -119,8 +126,9 @@ def _steps(
     q, k = (x.float().repeat_interleave(shared, 1) for x in (q, k))
     now, q = state.float(), q * scale
     decay = torch.zeros_like(beta, dtype=torch.float32) if g is None else g
+    left = decay.reshape(*beta.shape, -1).exp()  # one a head, or one a channel of its keys
     for step in range(len(v)):
-        now = now * decay[step].exp()[:, None, None]
+        now = now * left[step][:, None, :]
         update = (v[step].float() - torch.einsum("hvk,hk->hv", now, k[step])) * beta[step].float()[:, None]
         now = now + update[..., None] * k[step][:, None]
         yield now, torch.einsum("hvk,hk->hv", now, q[step])
@@ -131,10 +139,9 @@ def _chunk_like(
     g: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _need_given(beta=beta, initial_state=initial_state, actual_seq_lengths=actual_seq_lengths, scale=scale, g=g)
-    _need_tokens(query, key, value, initial_state, beta, g)
+    _need_tokens(query, key, value, initial_state, beta, g, (torch.bfloat16,))
     _need_at_most(64, query, value, 1, "heads")
-    for name, x in (("key", query), ("value", value)):
-        need(x.shape[2] == CHUNK_WIDTH, f"heads of {name} are {x.shape[2]} wide; expected {CHUNK_WIDTH}")
+    _need_at_most(CHUNK_WIDTH, query, value, 2, "width")
     need(value.numel() > 0, f"value is {shown(value)}; the operator does not take empty tensors")
     need_dtype((torch.int32,), actual_seq_lengths=actual_seq_lengths)
     need_shape((initial_state.shape[0],), "one length for each initial state", actual_seq_lengths=actual_seq_lengths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,16 +24,17 @@ def _conv_like(
     need_default(**rest)
     for name, value in (("activation", activation), ("activation_mode", activation_mode)):
         need(value == "None", f"{name} is {value!r}, which the operator takes and ignores; apply it afterwards")
-    modes = (pad_slot_id, max_query_len, conv_mode, run_mode)
-    need(modes == (-1, -1, "default", 0), "the reference covers the default of pad_slot_id, max_query_len and modes")
+    modes = (pad_slot_id, conv_mode, run_mode)
+    need(modes == (-1, "default", 0), "the reference covers the default of pad_slot_id and modes")
+    # Its documentation wants windows with room for the new tokens where this template takes more than one.
+    room = TAPS - 1 + (max_query_len - 1 if 1 <= max_query_len <= 8 else 0)
     need(residual_connection in (0, 1), f"residual_connection is {residual_connection}; expected 0 or 1")
     need_dtype((torch.float16, torch.bfloat16), x=x)
     need_one_dtype(x=x, weight=weight, conv_states=conv_states)
     need_rank(2, 2, x=x)
     channels = x.shape[1]
-    need(channels % 128 == 0, f"x has {channels} channels; expected a multiple of 128")
     need_shape((TAPS, channels), "taps, channels", weight=weight)
-    need_shape((conv_states.shape[0], TAPS - 1, channels), "slots, past tokens, channels", conv_states=conv_states)
+    need_shape((conv_states.shape[0], room, channels), "slots, past tokens, channels", conv_states=conv_states)
     for name, given in (("query_start_loc", query_start_loc), ("cache_indices", cache_indices)):
         need(given is not None, f"{name} is missing; the reference covers tokens of all requests in one axis")
     need_dtype((torch.int32,), query_start_loc=query_start_loc, cache_indices=cache_indices)
@@ -44,7 +46,7 @@ def _conv_like(
 @operator("npu_fused_causal_conv1d", shapes=_conv_like)
 def npu_fused_causal_conv1d(
     x: Tensor, weight: Tensor, conv_states: Tensor, query_start_loc: Tensor, cache_indices: Tensor,
-    residual_connection: int, **rest: Any,
+    residual_connection: int, max_query_len: int = -1, **rest: Any,
 ) -> Tensor:  # fmt: skip
     """Each token's weighted sum of itself and the two before it, tap 0 on the oldest. Writes `conv_states` in place."""
     starts, slots = query_start_loc.tolist(), cache_indices.tolist()
@@ -55,6 +57,8 @@ def npu_fused_causal_conv1d(
         f"query_start_loc is {starts}; expected running sums from 0 to the {len(x)} tokens",
     )
     out = []
+    longest = max(end - start for start, end in pairwise(starts))
+    need(not 1 <= max_query_len <= 8 or longest <= max_query_len, f"{longest} tokens a row; {max_query_len} were said")
     for slot, start, end in zip(slots, starts, starts[1:], strict=False):
         seen = torch.cat((conv_states[slot], x[start:end]))
         taps = [seen[tap : tap + end - start].float() * weight[tap].float() for tap in range(TAPS)]

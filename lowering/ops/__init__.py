@@ -3,7 +3,7 @@
 from .attention import attention, block_attention, paged_attention, write_pages
 from .attention_residual import attention_residual
 from .collective import all_gather, all_reduce, from_first
-from .delta import DeltaInputs, DeltaTrail, channel_gates, delta_gates, gated_delta_rule, l2_norm, replay_delta
+from .delta import DeltaStates, DeltaTrail, channel_gates, delta_gates, gated_delta_rule, l2_norm, replay_delta
 from .greedy import greedy_markov_token, greedy_token
 from .hyper_connection import hyper_inject, hyper_mix
 from .linear import embedding, linear
@@ -28,7 +28,7 @@ from .short_conv import WindowTrail, short_conv
 from .sparse import expand_blocks, index_keys, index_scores_topk, pool_keys, sparse_attention
 
 __all__ = [
-    "ContextTrail", "DeltaInputs", "DeltaTrail", "LatentPools", "LatentQueries", "Latents", "WindowTrail",
+    "ContextTrail", "DeltaStates", "DeltaTrail", "LatentPools", "LatentQueries", "Latents", "WindowTrail",
     "add_gemma_rms_norm", "add_rms_norm", "all_gather", "all_reduce", "attention", "attention_residual",
     "block_attention", "channel_gates", "delta_gates", "draw", "embedding", "expand_blocks", "experts", "from_first",
     "gated_delta_rule", "gated_rms_norm", "gated_rms_norm_fp32", "geglu", "gemma_rms_norm", "gemma_rms_norm_rstd",

@@ -75,30 +75,18 @@ class DeltaTrail:
 
 
 @tree
-class DeltaInputs:
-    """Enough to stand after any of the newest tokens: the state before them and what each gave to the rule.
-
-    For kernels that do not tell what they wrote, with one decay a head. Rows are a rectangle; cells past a row's end
-    change nothing.
-    """
+class DeltaStates:
+    """Enough to stand after any of the newest tokens: the state before them and the one after each."""
 
     before: Float[Tensor, "slots v_heads v_dim k_dim"]
-    keys: Float[Tensor, "rows steps k_heads k_dim"]
-    values: Float[Tensor, "rows steps v_heads v_dim"]
-    decay: Float[Tensor, "rows steps v_heads"]
-    beta: Float[Tensor, "rows steps v_heads"]
+    after: Float[Tensor, "rows steps v_heads v_dim k_dim"]
 
     def at(self, accepted: Int[Tensor, " rows"]) -> Float[Tensor, "slots v_heads v_dim k_dim"]:
-        """The state after the first `accepted` of each row's new tokens: the rule again, with the rest left out."""
-        rows, steps = self.keys.shape[:2]
-        taken = (torch.arange(steps, device=accepted.device) < accepted[:, None])[..., None]
-        # No decay and no write strength: such a token leaves the state as it is, even where it was NaN.
-        decay, beta = (torch.where(taken, x, 0).flatten(0, 1) for x in (self.decay, self.beta))
-        keys, values = (torch.where(taken[..., None], x, 0).flatten(0, 1) for x in (self.keys, self.values))
-        start = torch.arange(0, (rows + 1) * steps, steps, dtype=torch.int32, device=accepted.device)
-        again = Rows(start, max_query=steps, uniform=True)
-        _, after, _ = gated_delta_rule(keys, keys, values, decay, beta, self.before, again, keep_steps=False)
-        return after
+        """The state after the first `accepted` of each row's new tokens: one gather."""
+        rows = self.after.shape[0]
+        last = self.after[torch.arange(rows, device=accepted.device), accepted.clamp(min=1) - 1]
+        now = torch.where((accepted > 0)[:, None, None, None], last, self.before[:rows])
+        return torch.cat((now, self.before[rows:]))
 
 
 @op
@@ -142,7 +130,7 @@ def gated_delta_rule(
 ) -> tuple[
     Float[Tensor, "tokens v_heads v_dim"],
     Float[Tensor, "slots v_heads v_dim k_dim"] | None,
-    DeltaTrail | DeltaInputs | None,
+    DeltaTrail | DeltaStates | None,
 ]:
     """Outputs of every token, and the state after each row's last one (the recurrence, token by token).
 

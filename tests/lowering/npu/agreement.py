@@ -11,6 +11,7 @@ from torch import Tensor
 
 import lowering
 from lowering import OPS, Policy
+from lowering.ops import DeltaStates
 from params import tree
 from tests.cases import Arguments, Case, live
 from tests.tolerances import assert_close
@@ -70,7 +71,7 @@ def compared(case: Case, result: Any) -> Any:
     if case.op != "gated_delta_rule" or result[2] is None:
         return live(case.op, result)
     out, state, trail = result
-    rows, steps = trail.keys.shape[:2]
+    rows, steps = (trail.after if isinstance(trail, DeltaStates) else trail.keys).shape[:2]
     counts = [torch.full((rows,), count, dtype=torch.int32) for count in range(steps + 1)]
     counts.append(torch.arange(rows, dtype=torch.int32) % (steps + 1))
     return out, state[:-1], [trail.at(accepted)[:-1] for accepted in counts]

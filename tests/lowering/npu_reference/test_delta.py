@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import lowering
+from lowering.target import named
 from tests.cases import Draw
 from tests.lowering.npu_reference.calls import assert_like, call, refused
 from tests.tolerances import assert_close
@@ -31,7 +33,7 @@ def tokens(lengths: list[int], k_dim: int, v_dim: int, states: int, seed: int = 
 
 
 def recurrent(lengths: list[int], slots: list[int], k_dim: int = 24, v_dim: int = 40) -> dict[str, Any]:
-    made = tokens(lengths, k_dim, v_dim, states=max(slots) + 2)
+    made = tokens(lengths, k_dim, v_dim, states=max(*slots, sum(lengths)) + 2)
     return made | {"ssm_state_indices": torch.tensor(slots, dtype=torch.int32)}
 
 
@@ -41,16 +43,20 @@ def chunked(lengths: list[int]) -> dict[str, Any]:
 
 
 def textbook(start: Tensor, made: dict[str, Any], part: slice) -> list[tuple[Tensor, Tensor]]:
-    """State and output after each token, from S [k_dim v_dim] <- exp(g) (I - beta k k^T) S + beta k v^T."""
+    """State and output after each token, from S [k_dim v_dim] <- exp(g) (I - beta k k^T) S + beta k v^T.
+
+    With gk in the place of g, diag(exp(gk)) in the place of exp(g), before the rest.
+    """
     found, now = [], start.double().mT
     for t in range(part.start, part.stop):
         outputs, states = [], []
         for head in range(V_HEADS):
             own = head // (V_HEADS // K_HEADS)
             q, k = (made[name][t, own].double() for name in ("query", "key"))
-            beta, decay = made["beta"][t, head].double(), made["g"][t, head].double().exp()
-            gone = torch.eye(len(k)).double() - beta * torch.outer(k, k)
-            states.append(decay * gone @ now[head] + beta * torch.outer(k, made["value"][t, head].double()))
+            beta, log = made["beta"][t, head].double(), made["g"] if made.get("gk") is None else made["gk"]
+            decay = log[t, head].double().exp().expand(len(k))
+            gone = (torch.eye(len(k)).double() - beta * torch.outer(k, k)) @ decay.diag()
+            states.append(gone @ now[head] + beta * torch.outer(k, made["value"][t, head].double()))
             outputs.append(states[-1].T @ q * made["scale"])
         now = torch.stack(states)
         found.append((now.mT, torch.stack(outputs)))
@@ -83,6 +89,27 @@ def test_one_slot_for_a_request_keeps_the_last_state() -> None:
         assert_close(out[part], torch.stack([y for _, y in found]).to(BFLOAT))
     assert torch.equal(after[1], before[1]) and torch.equal(after[3], before[3])
     assert torch.equal(made["state"], before)
+
+
+def test_a_decay_a_channel() -> None:
+    """From CANN 9.0.0 on."""
+    made = recurrent([1, 3], [0, 1, 2, 3])
+    made |= {"g": None, "gk": -Draw(BFLOAT, 3).uniform(0, 2, 4, V_HEADS, 24)}
+    out, after = call(RECURRENT, made)
+    for part in (slice(0, 1), slice(1, 4)):
+        for t, (state, y) in enumerate(textbook(made["state"][part.start], made, part), part.start):
+            assert_close(out[t], y.to(BFLOAT))
+            assert_close(after[t], state.to(BFLOAT))
+    with lowering.use(target=named("ascend910b", cann="8.5.0")):
+        refused(RECURRENT, made, "takes no log decays a channel")
+
+
+def test_a_float32_state_where_cann_takes_it() -> None:
+    made = recurrent([1, 3], [0, 1, 2, 3])
+    made["state"] = made["state"].float()
+    with lowering.use(target=named("ascend910b", cann="master")):
+        _, after = call(RECURRENT, made)
+    assert_close(after[0], textbook(made["state"][0], made, slice(0, 1))[0][0].float())
 
 
 def test_a_request_resumes_behind_what_was_accepted() -> None:
@@ -170,18 +197,19 @@ def test_limits_of_the_recurrent_operator() -> None:
     refused(RECURRENT, made | {"ssm_state_indices": slots.long()}, "int64")
     refused(RECURRENT, made | {"ssm_state_indices": slots[:2]}, "one slot a token")
     refused(RECURRENT, made | {"ssm_state_indices": slots - 1}, "negative ones are not skipped")
-    refused(RECURRENT, made | {"ssm_state_indices": slots + 2}, "slots")
+    refused(RECURRENT, made | {"ssm_state_indices": slots + 3}, "slots")
     refused(RECURRENT, made | {"ssm_state_indices": slots // 2}, "slot 0 to two requests")
     refused(RECURRENT, made | {"num_accepted_tokens": torch.tensor([1, 4], dtype=torch.int32)}, "has 4; expected 1 to")
     refused(RECURRENT, made | {"num_accepted_tokens": torch.tensor([0, 1], dtype=torch.int32)}, "has 0; expected 1 to")
     refused(RECURRENT, made | {"num_accepted_tokens": torch.ones(3, dtype=torch.int32)}, "one count a request")
-    refused(RECURRENT, made | {"state": made["state"].float()}, "state is torch.float32")
+    refused(RECURRENT, made | {"state": made["state"].float()}, "a bfloat16 state")
     refused(RECURRENT, made | {"state": made["state"].mT.contiguous()}, "states, v_heads, v_dim, k_dim")
-    refused(RECURRENT, made | {"gk": torch.zeros(4, V_HEADS, 24)}, "gk is given")
+    refused(RECURRENT, made | {"gk": torch.zeros(4, V_HEADS, 24)}, "g and gk are given")
+    refused(RECURRENT, made | {"state": made["state"][:3]}, "slots as tokens|at least as many")
     long = recurrent([9], [0] * 9)
     refused(RECURRENT, long, "holds values from 9 to 9; expected 1 to 8")
-    refused(RECURRENT, recurrent([1], [0], k_dim=264), "width of key: 264; expected at most 256")
-    refused(RECURRENT, recurrent([1], [0], v_dim=264), "width of value: 264")
+    refused(RECURRENT, recurrent([1], [0], k_dim=520), "width of key: 520; expected at most 512")
+    refused(RECURRENT, recurrent([1], [0], v_dim=520), "width of value: 520")
     refused(RECURRENT, {k: x[:0] if k != "state" and isinstance(x, Tensor) else x for k, x in made.items()}, "empty")
 
 
@@ -191,10 +219,10 @@ def test_limits_of_the_chunked_operator() -> None:
     refused(CHUNK, made | {"initial_state": None}, "initial_state: left out")
     refused(CHUNK, made | {"initial_state": made["initial_state"][:1]}, "one length for each initial state")
     refused(CHUNK, made | {"initial_state": made["initial_state"].float()}, "state is torch.float32")
-    narrow = tokens([1, 3], 64, 128, states=2)
-    refused(CHUNK, {"initial_state": narrow.pop("state"), **narrow}, "heads of key are 64 wide; expected 128")
-    narrow = tokens([1, 3], 128, 64, states=2)
-    refused(CHUNK, {"initial_state": narrow.pop("state"), **narrow}, "heads of value are 64 wide; expected 128")
+    wide = tokens([1, 3], 144, 128, states=2)
+    refused(CHUNK, {"initial_state": wide.pop("state"), **wide}, "width of key: 144; expected at most 128")
+    wide = tokens([1, 3], 128, 144, states=2)
+    refused(CHUNK, {"initial_state": wide.pop("state"), **wide}, "width of value: 144; expected at most 128")
     many = {name: made[name].repeat_interleave(33, 1) for name in ("query", "key")}
     refused(CHUNK, made | many | {"value": made["value"].repeat_interleave(11, 1)}, "expected|heads")
 

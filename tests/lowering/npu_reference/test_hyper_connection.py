@@ -26,8 +26,8 @@ def valid(dtype: torch.dtype = torch.bfloat16, *lead: int, streams: int = 4) -> 
     """A call that the documentation allows, of tokens in one or two axes."""
     draw, lead = Draw(dtype, seed=streams), lead or (5,)
     return {
-        "x": draw.normal(*lead, streams, 10), "h_res": None, "h_out": draw.normal(*lead, 10),
-        "h_post": draw.uniform(-1.0, 2.0, *lead, streams),
+        "x": draw.normal(*lead, streams, 10), "h_res": torch.eye(streams).repeat(*lead, 1, 1),
+        "h_out": draw.normal(*lead, 10), "h_post": draw.uniform(-1.0, 2.0, *lead, streams),
     }  # fmt: skip
 
 
@@ -55,12 +55,16 @@ LIMITS: dict[str, tuple[Callable[[Arguments], Arguments], str]] = {
     "float32": (lambda a: a | {"x": a["x"].float()}, "x is torch.float32"),
     "another dtype of outputs": (lambda a: a | {"h_out": a["h_out"].half()}, "dtypes differ"),
     "weights in half precision": (lambda a: a | {"h_post": a["h_post"].bfloat16()}, "h_post is torch.bfloat16"),
-    "three streams": (lambda a: a | {"x": a["x"][:, :3], "h_post": a["h_post"][:, :3]}, "of 3 streams; expected 4, 6"),
+    "three streams": (
+        lambda a: a | {"x": a["x"][:, :3], "h_post": a["h_post"][:, :3], "h_res": a["h_res"][:, :3, :3]},
+        "of 3 streams; expected one of",
+    ),
     "no axis of tokens": (lambda a: a | {"x": a["x"][0]}, "2-dimensional"),
     "other tokens": (lambda a: a | {"h_out": a["h_out"][:4]}, r"h_out is \[4, 10\]; expected \[5, 10\]"),
     "other weights": (lambda a: a | {"h_post": a["h_post"][:, :3]}, r"h_post is \[5, 3\]; expected \[5, 4\]"),
-    "no tokens": (lambda a: {k: v if v is None else v[:0] for k, v in a.items()}, "without elements"),
-    "a matrix": (lambda a: a | {"h_res": torch.zeros(5, 4, 4)}, "does not cover h_res"),
+    "no tokens": (lambda a: {k: v[:0] for k, v in a.items()}, "without elements"),
+    "another matrix": (lambda a: a | {"h_res": torch.zeros(5, 4, 4)}, "not the identity"),
+    "no matrix": (lambda a: a | {"h_res": None}, "takes h_res"),
 }
 
 
@@ -71,6 +75,7 @@ def test_a_limit_is_kept(limit: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["ascend910b", "ascend910_93"])
-def test_older_machines_have_none(target: str) -> None:
+def test_older_machines_take_four_streams_in_blocks(target: str) -> None:
     with lowering.use(target=target):
-        refused(POST, valid(), f"documented for ascend950 alone; the call is lowered to {target}")
+        refused(POST, valid(), "multiples of 128")
+        refused(POST, valid(torch.bfloat16, 5, streams=6), "of 6 streams; expected one of")

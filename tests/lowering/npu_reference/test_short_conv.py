@@ -21,7 +21,7 @@ def valid(dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     return {
         "x": draw.normal(7, 128), "weight": draw.normal(3, 128), "conv_states": draw.normal(6, 2, 128),
         "query_start_loc": torch.tensor(STARTS, dtype=torch.int32),
-        "cache_indices": torch.tensor([3, 0, 5, 1], dtype=torch.int32),
+        "cache_indices": torch.tensor([3, 0, 5, 1], dtype=torch.int32), "max_query_len": 9,
     }  # fmt: skip
 
 
@@ -49,7 +49,17 @@ LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "float32": ({"x": torch.zeros(7, 128)}, "x is torch.float32"),
     "dtypes": ({"weight": torch.zeros(3, 128).half()}, "dtypes differ"),
     "rank": ({"x": torch.zeros(1, 7, 128).bfloat16()}, "3-dimensional"),
-    "channels": ({"x": torch.zeros(7, 64).bfloat16()}, "multiple of 128"),
+    "channels": (
+        {
+            "x": torch.zeros(7, 72).bfloat16(),
+            "weight": torch.zeros(3, 72).bfloat16(),
+            "conv_states": torch.zeros(6, 2, 72).bfloat16(),
+        },
+        "multiples of 16",
+    ),
+    "no longest row": ({"max_query_len": -1}, "the longest row's tokens"),
+    "a window without room": ({"max_query_len": 4}, "slots, past tokens, channels"),
+    "longer rows than said": ({"max_query_len": 1}, "4 tokens a row; 1 were said"),
     "taps": ({"weight": torch.zeros(4, 128).bfloat16()}, "taps, channels"),
     "states": ({"conv_states": torch.zeros(6, 3, 128).bfloat16()}, "slots, past tokens, channels"),
     "activation": ({"activation": "silu"}, "takes and ignores"),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import lowering
 from lowering import ops
-from lowering.ops import DeltaInputs, DeltaTrail, gated_delta_rule
+from lowering.ops import DeltaStates, DeltaTrail, gated_delta_rule
 from tests.cases import ROWS, VERIFY, Draw, RowCounts, delta
 from tests.tolerances import assert_close
 
@@ -200,7 +200,8 @@ def test_a_row_that_accepts_nothing_may_hold_nan(channels: bool) -> None:
         x[4:8] = torch.nan
     trails = [gated_delta_rule(*dirty, *args[5:], **kwargs)[2]]
     if not channels:
-        trails.append(DeltaInputs(args[5], *(x.unflatten(0, (3, 4)) for x in dirty[1:])))
+        after = [torch.full_like(before[:3], torch.nan) if step == 2 else before[:3] + step for step in range(4)]
+        trails.append(DeltaStates(args[5], torch.stack(after, 1)))
     for trail in trails:
         found = trail.at(torch.tensor([2, 0, 4], dtype=torch.int32))
         assert torch.equal(found[1], before[1]) and found.isfinite().all()
