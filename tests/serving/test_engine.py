@@ -63,7 +63,9 @@ def played(requests: list[fm.Request], rows: int, chunk: int, keeps: bool) -> di
     scheduler, table = Scheduler(waiting, rows, chunk, keeps), [list[int]() for _ in range(rows)]
     held: dict[Beginning, list[int]] = {}
     found: dict[int, list[int]] = {}
+    rounds = iter(range(500))
     while scheduler.unfinished:
+        assert next(rounds, None) is not None, "a row waits for what nobody runs"
         change = scheduler.refill()
         table = [[] if place in change.ended else table[place] for place in change.kept]
         for copy in change.copies:
