@@ -148,9 +148,17 @@ def _packed(q, k_pages, v_pages, rows, *, scale, window=None):
         table = torch.nn.functional.pad(table, (0, 0, 0, 1))
     mode, band = _packed_mode(window, rows, page_size, padding if isinstance(padding, int) else q.shape[0])
     y = _attended(
-        q.contiguous(), k_pages, v_pages, scale, "TND", mode,
-        actual_seq_qlen=list(accumulate(queries)), actual_seq_kvlen=keys, block_table=table, **band,
-    )  # fmt: skip
+        q.contiguous(),
+        k_pages,
+        v_pages,
+        scale,
+        "TND",
+        mode,
+        actual_seq_qlen=list(accumulate(queries)),
+        actual_seq_kvlen=keys,
+        block_table=table,
+        **band,
+    )
     if rows.uniform:
         return y
     live = rows.of_tokens(q.shape[0]) < rows.count

@@ -234,6 +234,13 @@ enter(
         targets=ASCEND_910,
     ),
     HostCheck(
+        "no more queries than keys in mode 9, but for rows without keys",
+        lambda c: c.sparse_mode != 9 or all(count <= held or held == 0 for count, held in pairs(c)),
+        f"{OT} v9.0.0 {FEATURES}",
+        targets=ASCEND_910,
+        since="9.0.0",
+    ),
+    HostCheck(
         "in modes 0 and 1 masks of two axes in layout BSND alone and without rope, in V3",
         on(
             "V3",

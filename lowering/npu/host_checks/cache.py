@@ -67,12 +67,14 @@ enter(
         f"{OT} v8.5.0 {SCATTER}",
     ),
     HostCheck(
-        "tiles of 32 bytes and pages of up to 65535 tokens in mode PA_NZ",
+        "tiles of 32 bytes, heads of whole tiles and pages of up to 65535 tokens in mode PA_NZ",
         lambda c: (
             not _tiled(c)
             or all(
-                cache.shape[-1] * cache.element_size() == NZ_BYTES and cache.shape[-2] <= 65535
-                for _, cache in _written(c)
+                cache.shape[-1] * cache.element_size() == NZ_BYTES
+                and new.shape[-1] * new.element_size() % NZ_BYTES == 0
+                and cache.shape[-2] <= 65535
+                for new, cache in _written(c)
             )
         ),
         f"{OT} v8.5.0 {SCATTER}",
