@@ -267,12 +267,6 @@ BEFORE_9: list[tuple[str, str, str, Change, str]] = [
 ]  # fmt: skip
 
 ON_950: list[tuple[str, str, str, Change, str]] = [
-    (PAGED, TND, "decode_pages_of_128_128", but(window=3), IGNORED),
-    (PAGED, FIA, RAGGED, pool(9, page_size=64), "takes pages of 128 to 1024 tokens in steps of 128; found 64"),
-    (PAGED, TND, RAGGED, lambda given: pool(9, dim=528)(shaped(q=(21, 4, 528))(given)),
-     "takes at most 512 head_dim; this call has 528"),
-    ("write_pages", "npu_scatter_pa_kv_cache", "scattered", to(F64, "k_pages", "v_pages"),
-     "takes float16, bfloat16, float32; k_pages is float64"),
     ("rotary", "npu_apply_rotary_pos_emb", "awkward", lambda given: given, "takes an even head_dim; this call has 13"),
     ("rotary", "npu_apply_rotary_pos_emb", "full", shaped(q=(3, 4, 1026), k=(3, 4, 1026)),
      "takes at most 1024 head_dim; this call has 1026"),
@@ -292,6 +286,12 @@ ON_950: list[tuple[str, str, str, Change, str]] = [
     ("hyper_inject", POST, "four", to(BF16, "weights"), "takes float32; weights is bfloat16"),
     ("hyper_inject", POST, "four", shaped(x=(0, 4, 24), y=(0, 24), weights=(0, 4)),
      "takes no empty tensor; x is [0, 4, 24]"),
+    (PAGED, TND, "decode_pages_of_128_128", but(window=3), IGNORED),
+    (PAGED, FIA, RAGGED, pool(9, page_size=64), "takes pages of 128 to 1024 tokens in steps of 128; found 64"),
+    (PAGED, TND, RAGGED, lambda given: pool(9, dim=528)(shaped(q=(21, 4, 528))(given)),
+     "takes at most 512 head_dim; this call has 528"),
+    ("write_pages", "npu_scatter_pa_kv_cache", "scattered", to(F64, "k_pages", "v_pages"),
+     "takes float16, bfloat16, float32; k_pages is float64"),
 ]  # fmt: skip
 
 
