@@ -187,6 +187,8 @@ FLIPS = [
     Flip("npu_scatter_pa_kv_cache", "plain pages, not NZ", without("cache_mode")),
     Flip("npu_scatter_pa_kv_cache", "slots count tokens from 0", at(4, lambda slots: slots - 1)),
     Flip("npu_scatter_pa_kv_cache", "keys before values", lambda a, k: ((a[1], a[0], a[3], a[2], a[4].roll(1)), k)),
+    Flip("npu_top_k_top_p", "as many as k", but(k=lambda k: (k + 1).clamp(max=90))),
+    Flip("npu_top_k_top_p", "the share p", but(p=lambda p: p / 2)),
     Flip("npu_rms_norm", "epsilon is the caller's", without("epsilon")),
     Flip("npu_gemma_rms_norm", "epsilon is the caller's", without("epsilon")),
     Flip("npu_add_rms_norm", "epsilon is the caller's", without("epsilon")),
