@@ -21,6 +21,7 @@ from lowering.npu import (
     quant_experts,
     quant_linear,
     rotary,
+    sampling,
     short_conv,
     sparse,
 )
@@ -29,7 +30,8 @@ from tests.cases import CASES
 from .agreement import MACHINES, arguments, refusal, served
 
 MODULES = (
-    attention, delta, hyper_connection, mla, mlp, moe, norm, quant_experts, quant_linear, rotary, short_conv, sparse,
+    attention, delta, hyper_connection, mla, mlp, moe, norm, quant_experts, quant_linear, rotary, sampling, short_conv,
+    sparse,
 )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from lowering.npu import (
     quant_experts,
     quant_linear,
     rotary,
+    sampling,
     short_conv,
     sparse,
 )
@@ -36,7 +37,8 @@ from .agreement import MACHINES, check, refusal, served
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 MODULES = (
-    attention, delta, hyper_connection, mla, mlp, moe, norm, quant_experts, quant_linear, rotary, short_conv, sparse,
+    attention, delta, hyper_connection, mla, mlp, moe, norm, quant_experts, quant_linear, rotary, sampling, short_conv,
+    sparse,
 )  # fmt: skip
 FIA = "npu_fused_infer_attention_score_v2"
 FAR = attention.FAR
