@@ -21,7 +21,7 @@ import lowering
 from lowering import OPS, LoweringError, Policy, npu_reference, ops
 from lowering.kernel import FUSED, REFERENCE
 from lowering.npu.features import missing
-from lowering.target import ASCEND, named
+from lowering.target import ASCEND, Target, named
 from params import tree
 from params.tree import tree_map
 from tests import tiny
@@ -39,7 +39,7 @@ def arguments(op: str, case: str, dtype: torch.dtype = BF16) -> dict[str, Any]:
     return dict(zip(OPS[op].signature.parameters, args, strict=False)) | kwargs
 
 
-def why(op: str, kernel: str, given: dict[str, Any], target: str = "ascend910b") -> str | None:
+def why(op: str, kernel: str, given: dict[str, Any], target: str | Target = "ascend910b") -> str | None:
     """The reason for which a kernel asked for by name refuses a call; None when it takes it. Nothing is computed."""
     args, kwargs = split(op, given)
     with lowering.use(Policy({op: kernel})):
@@ -96,7 +96,7 @@ RAGGED, SEVERAL = "ragged_pages_of_128_256", "ragged_pages_of_128_128"
 PAGED, FIA, TND = "paged_attention", "npu_fia_bsnd", "npu_fia_tnd"
 BLOCK = "block_attention"
 RULE, STEPS, CHUNK = "gated_delta_rule", "npu_recurrent_gated_delta_rule", "npu_chunk_gated_delta_rule"
-CONV, POST = "npu_fused_causal_conv1d", "npu_mhc_post"
+CONV, POST, TOP = "npu_fused_causal_conv1d", "npu_mhc_post", "npu_top_k_top_p"
 SHORT, LONG = "verify_2_4_128_bf16_window", "ragged_2_4_128_bf16_window"
 LONGER = "two_chunks_and_tail_2_4_128_bf16_window"
 MOE = "npu_grouped_experts"
@@ -151,11 +151,7 @@ REFUSALS: list[tuple[str, str, str, Change, str]] = [
      "takes one dtype; found logits bfloat16, bias float32"),
     ("route_sigmoid", "npu_moe_gating_top_k", "groups", but(groups=20),
      "takes groups of 3 experts or more; this call has 2"),
-    (RULE, STEPS, SHORT, shaped(decay=(12, 4, 128)),
-     "takes one decay a head: gk, a decay a channel, is documented as not supported; this call has one"),
     (RULE, CHUNK, LONG, shaped(decay=(21, 4, 128)), "takes one decay a head; this call has one a channel"),
-    (PAGED, TND, "decode_pages_of_128_128", but(window=3),
-     "for one query a row the operator is documented to ignore a window, and layout TND takes no other mask"),
     (PAGED, TND, "decode_pages_of_128_128", lambda given: upper_bounds(but(window=384)(given)),
      "needs exact row lengths on the host, and only an upper bound is known: read the accepted counts first"),
     (PAGED, FIA, RAGGED, upper_bounds,
@@ -174,18 +170,15 @@ REFUSALS: list[tuple[str, str, str, Change, str]] = [
      "takes heads * head_dim below 65535; this call has 65536"),
     (PAGED, FIA, RAGGED, lambda given: pool(9, kv_heads=257, dim=16)(shaped(q=(21, 257, 16))(given)),
      "takes at most 256 heads; this call has 257"),
-    (PAGED, FIA, RAGGED, pool(9, page_size=64),
-     "takes pages of 128, 256, 384 or 512 tokens where a row has more than one query; found 64"),
-    (PAGED, FIA, RAGGED, pool(9, page_size=640),
-     "takes pages of 128, 256, 384 or 512 tokens where a row has more than one query; found 640"),
-    (PAGED, FIA, "decode_pages_of_128_256", pool(9, page_size=24), "takes pages in multiples of 16 tokens; found 24"),
+    (PAGED, FIA, RAGGED, pool(9, page_size=24), "takes pages of 16 to 1024 tokens in steps of 16; found 24"),
+    (PAGED, TND, RAGGED, pool(9, page_size=640), "takes pages of 16 to 512 tokens in steps of 16; found 640"),
     (PAGED, FIA, RAGGED, pool(2**15),
      "takes pools of fewer than 2**31 elements; this one has 2147483648: make fewer pages"),
     (PAGED, FIA, RAGGED, to(F32, "q", "k_pages", "v_pages"), "takes float16, bfloat16; q is float32"),
     (PAGED, FIA, RAGGED, to(F16, "q"), "takes one dtype; found q float16, k_pages bfloat16, v_pages bfloat16"),
     (PAGED, TND, SEVERAL, shaped(rows__query_start=(4097,)), "takes at most 4095 rows; this call has 4096"),
-    (PAGED, TND, RAGGED, lambda given: given, "layout TND takes a head_dim of 128 or 192; this call has 256"),
-    (PAGED, TND, SEVERAL, to(F16, "q"), "layout TND takes bfloat16; q is float16"),
+    (PAGED, TND, RAGGED, lambda given: pool(9, dim=272)(shaped(q=(21, 4, 272))(given)),
+     "layout TND takes keys and values of one width up to 256, in 16s; this call has 272 and 272"),
     (PAGED, TND, SEVERAL, upper_bounds,
      "needs exact row lengths on the host, and only an upper bound is known: read the accepted counts first"),
     (PAGED, TND, SEVERAL, shaped(q=(2**20 + 1, 4, 128)), "takes at most 1048576 tokens; this call has 1048577"),
@@ -194,8 +187,10 @@ REFUSALS: list[tuple[str, str, str, Change, str]] = [
     ("attention", "npu_fia_dense", "uniform_8_2_256", to(F32, "q", "k", "v"), "takes float16, bfloat16; q is float32"),
     ("attention", "npu_fia_dense", "uniform_3_1_24_16", lambda given: given,
      "takes keys and values of one size; this call has 24 and 16"),
-    ("write_pages", "npu_scatter_pa_kv_cache", "scattered", to(F64, "k_pages", "v_pages"),
-     "takes float16, bfloat16, float32; k_pages is float64"),
+    ("write_pages", "npu_scatter_pa_kv_cache", "scattered", to(F32, "k_pages", "v_pages"),
+     "takes float16, bfloat16; k_pages is float32"),
+    ("write_pages", "npu_scatter_pa_kv_cache", "scattered", shaped(slots=(13,)),
+     "takes at most 12 tokens; this call has 13"),
     ("write_pages", "npu_scatter_pa_kv_cache", "scattered", shaped(k=(0, 2, 8), v=(0, 2, 5), slots=(0,)),
      "takes no empty tensor; k is [0, 2, 8]"),
     (RULE, STEPS, SHORT, but(state=None), "continues a state; this call has none"),
@@ -204,19 +199,25 @@ REFUSALS: list[tuple[str, str, str, Change, str]] = [
     (RULE, STEPS, SHORT, to(F32, "state"),
      "takes a bfloat16 state, and this one is float32: init_state(recurrent_dtype=torch.bfloat16) makes one"),
     (RULE, STEPS, SHORT, to(F16, "q", "k", "v"), "takes bfloat16; q is float16"),
-    (RULE, STEPS, SHORT, shaped(q=(12, 2, 264), k=(12, 2, 264), state=(4, 4, 128, 264)),
-     "takes at most 256 k_dim; this call has 264"),
+    (RULE, STEPS, SHORT, shaped(q=(12, 2, 520), k=(12, 2, 520), state=(4, 4, 128, 520)),
+     "takes at most 512 k_dim; this call has 520"),
     (RULE, STEPS, SHORT, shaped(v=(12, 258, 128), decay=(12, 258), beta=(12, 258), state=(4, 258, 128, 128)),
      "takes at most 256 v_heads; this call has 258"),
     (RULE, CHUNK, LONG, but(keep_steps=True), "keeps no steps"),
-    (RULE, CHUNK, LONG, shaped(v=(21, 4, 64), state=(5, 4, 64, 128)),
-     "takes keys and values of 128; this call has 128 and 64"),
+    (RULE, CHUNK, LONG, shaped(v=(21, 4, 144), state=(5, 4, 144, 128)),
+     "takes at most 128 v_dim; this call has 144"),
     (RULE, CHUNK, LONG, shaped(v=(21, 3, 128), decay=(21, 3), beta=(21, 3), state=(5, 3, 128, 128)),
      "takes v_heads in multiples of k_heads; this call has 3 and 2"),
     (RULE, CHUNK, LONG, shaped(v=(21, 66, 128), decay=(21, 66), beta=(21, 66), state=(5, 66, 128, 128)),
      "takes at most 64 v_heads; this call has 66"),
     (RULE, CHUNK, LONG, to(F32, "state"),
      "takes a bfloat16 state, and this one is float32: init_state(recurrent_dtype=torch.bfloat16) makes one"),
+    ("hyper_inject", POST, "four", lambda given: given,
+     "takes widths in multiples of 128 below 100000; this call has 24"),
+    ("keep_top", TOP, "p", lambda given: given,
+     "takes a k wherever there is a p; this call has rows with p alone"),
+    ("keep_top", TOP, "k", but(largest_k=1025), "takes at most 1024 k; this call has 1025"),
+    ("draw", TOP, "k", to(F64, "logits"), "takes float16, bfloat16, float32; logits is float64"),
     ("route_softmax", "npu_moe_gating_top_k_softmax_v2", "wide", shaped(logits=(0, 128)),
      "takes no empty tensor; logits is [0, 128]"),
     ("route_softmax", "npu_moe_gating_top_k_softmax_v2", "wide",
@@ -240,8 +241,8 @@ REFUSALS: list[tuple[str, str, str, Change, str]] = [
     (TOPK, "npu_lightning_indexer", INDEX, to(F16, "q"), "takes one dtype; found q float16, index_pages bfloat16"),
     (BLOCK, "npu_fia_block", "block_256", upper_bounds,
      "needs exact row lengths on the host, and only an upper bound is known: read the accepted counts first"),
-    (BLOCK, "npu_fia_block", "block_256", pool(9, 64),
-     "takes pages of 128, 256, 384 or 512 tokens where a row has more than one query; found 64"),
+    (BLOCK, "npu_fia_block", "block_256", pool(9, 24),
+     "takes pages of 16 to 1024 tokens in steps of 16; found 24"),
     (BLOCK, "npu_fia_block", "decode_256", lambda given: given | {"window": 4},
      "for one query a row the operator is documented to ignore a window"),
     ("sparse_attention", "npu_gather_fia", "ragged_6_2_16", to(F32, "q", "k_pages", "v_pages"),
@@ -252,6 +253,20 @@ REFUSALS: list[tuple[str, str, str, Change, str]] = [
      "takes no empty tensor; selected is [21, 0]"),
 ]  # fmt: skip
 
+IGNORED = "for one query a row the operator is documented to ignore a window, and layout TND takes no other mask"
+BEFORE_9: list[tuple[str, str, str, Change, str]] = [
+    (PAGED, TND, "decode_pages_of_128_128", but(window=3), IGNORED),
+    (PAGED, FIA, RAGGED, pool(9, page_size=64), "takes pages of 128 to 512 tokens in steps of 128; found 64"),
+    (PAGED, FIA, "decode_pages_of_128_256", pool(9, page_size=640),
+     "takes pages of 16 to 512 tokens in steps of 16; found 640"),
+    (PAGED, TND, RAGGED, lambda given: given,
+     "layout TND takes keys and values of 64 or 128 before CANN 9.0.0; this call has 256 and 256"),
+    (PAGED, TND, SEVERAL, to(F16, "q", "k_pages", "v_pages"),
+     "layout TND takes bfloat16 before CANN 9.0.0; q is float16"),
+    (TOPK, "npu_lightning_indexer", INDEX, but(top_k=3072),
+     "takes a top_k of 1 to 2048 before CANN 9.0.0; this call has 3072"),
+]  # fmt: skip
+
 ON_950: list[tuple[str, str, str, Change, str]] = [
     ("rotary", "npu_apply_rotary_pos_emb", "awkward", lambda given: given, "takes an even head_dim; this call has 13"),
     ("rotary", "npu_apply_rotary_pos_emb", "full", shaped(q=(3, 4, 1026), k=(3, 4, 1026)),
@@ -260,11 +275,10 @@ ON_950: list[tuple[str, str, str, Change, str]] = [
      "takes float16, bfloat16, float32; x is float64"),
     ("short_conv", CONV, "uniform_16x2", lambda given: given, "takes 3 taps; this weight has 2"),
     ("short_conv", CONV, "uniform_128x3", but(window=None), "continues a window; this call has none"),
-    ("short_conv", CONV, "uniform_128x3", but(keep_steps=True), "keeps no steps"),
     ("short_conv", CONV, "ragged_128x3", lambda given: given,
      "takes rows of one length without padding; this batch is ragged or padded"),
-    ("short_conv", CONV, "uniform_128x3", shaped(x=(18, 96), weight=(96, 3), window=(3, 2, 96)),
-     "takes channels in multiples of 128; this call has 96"),
+    ("short_conv", CONV, "uniform_128x3", shaped(x=(18, 72), weight=(72, 3), window=(3, 2, 72)),
+     "takes 64 to 16384 channels in multiples of 16; this call has 72"),
     ("short_conv", CONV, "uniform_128x3", to(F32, "window"),
      "takes float16, bfloat16; window is float32"),
     ("hyper_inject", POST, "tiny", lambda given: given, "takes 4, 6 or 8 streams; this call has 3"),
@@ -273,16 +287,24 @@ ON_950: list[tuple[str, str, str, Change, str]] = [
     ("hyper_inject", POST, "four", to(BF16, "weights"), "takes float32; weights is bfloat16"),
     ("hyper_inject", POST, "four", shaped(x=(0, 4, 24), y=(0, 24), weights=(0, 4)),
      "takes no empty tensor; x is [0, 4, 24]"),
+    (PAGED, TND, "decode_pages_of_128_128", but(window=3), IGNORED),
+    (PAGED, FIA, RAGGED, pool(9, page_size=64), "takes pages of 128 to 1024 tokens in steps of 128; found 64"),
+    (PAGED, TND, RAGGED, lambda given: pool(9, dim=528)(shaped(q=(21, 4, 528))(given)),
+     "takes at most 512 head_dim; this call has 528"),
+    ("write_pages", "npu_scatter_pa_kv_cache", "scattered", to(F64, "k_pages", "v_pages"),
+     "takes float16, bfloat16, float32; k_pages is float64"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("op", "kernel", "case", "change", "sentence", "target"),
-    [(*row, "ascend910b") for row in REFUSALS] + [(*row, "ascend950") for row in ON_950],
-    ids=[f"{row[1]}-{index}" for index, row in enumerate(REFUSALS + ON_950)],
+    [(*row, "ascend910b") for row in REFUSALS]
+    + [(*row, named("ascend910b", cann="8.5.0")) for row in BEFORE_9]
+    + [(*row, "ascend950") for row in ON_950],
+    ids=[f"{row[1]}-{index}" for index, row in enumerate(REFUSALS + BEFORE_9 + ON_950)],
 )
 def test_a_limit_is_refused_in_words(
-    op: str, kernel: str, case: str, change: Change, sentence: str, target: str
+    op: str, kernel: str, case: str, change: Change, sentence: str, target: str | Target
 ) -> None:
     """One change of one case, and the one sentence that a user reads for it."""
     assert why(op, kernel, change(arguments(op, case)), target) == sentence
@@ -346,15 +368,21 @@ def test_an_operator_that_a_version_lacks_is_named_with_the_first_that_has_it() 
         ops.gated_delta_rule(*args, **kwargs)
 
 
-def test_a_version_that_wants_what_we_leave_out_is_refused() -> None:
-    """Before 2.13 npu_mhc_post has no form without a matrix."""
+def test_what_a_cann_does_not_have_is_refused_with_the_first_that_has_it() -> None:
+    """An operator as a whole, a SoC's build of it, or an argument."""
     args, kwargs = split("hyper_inject", arguments("hyper_inject", "four"))
-    old, new = (named("ascend950", torch_npu=version) for version in ("2.10.0", "2.14.0"))
+    old, new = (named("ascend950", cann=version) for version in ("9.0.0", "9.1.0"))
     choice = ops.hyper_inject.explain(*args, target=old, **kwargs)
-    assert choice.kernel.name == "torch_blocked" and choice.refused[POST] == (
-        "operator npu_mhc_post without h_res is not in torch_npu 2.10.0.post6; the first version that has it is 2.13.0"
-    )
+    assert choice.refused[POST] == ("npu_mhc_post is built for ascend950 from CANN 9.1.0.pre on; the target has 9.0.0")
     assert ops.hyper_inject.explain(*args, target=new, **kwargs).kernel.name == POST
+    given = shaped(decay=(12, 4, 128))(arguments(RULE, SHORT))
+    args, kwargs = split(RULE, given)
+    old, new = (named("ascend910b", cann=version) for version in ("8.5.0", "9.0.0"))
+    choice = ops.gated_delta_rule.explain(*args, target=old, **kwargs)
+    assert choice.refused[STEPS] == (
+        "takes a decay a channel, as this call has, from CANN 9.0.0 on; the target has 8.5.0"
+    )
+    assert ops.gated_delta_rule.explain(*args, target=new, **kwargs).kernel.name == STEPS
 
 
 def test_an_argument_that_a_version_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
