@@ -28,9 +28,11 @@ class Finding:
 def audit(compiled: Compiled, pools: Collection[str] = ()) -> tuple[Finding, ...]:
     """All findings. `pools` are the arguments that may have more than 2^31 elements."""
     return (
-        *_whole_tiles(compiled.linalg), *_scalar_loops(compiled.program), *_dropped_buffers(compiled),
+        *_whole_tiles(compiled.linalg),
+        *_scalar_loops(compiled.program),
+        *_dropped_buffers(compiled),
         *_wrapping_addresses(compiled, pools),
-    )  # fmt: skip
+    )
 
 
 _COPY = re.compile(r"memref\.copy (%\w+), (%\w+) : .* loc\((#?\w+)\)")

@@ -32,7 +32,7 @@ from .program import buffer_bits, library_calls, planned_bits
 
 ATTEMPTS = 3
 """How often a step that a signal has ended is begun: the adapter dies now and then, and goes through the next time."""
-SECONDS = 120
+SECONDS, TIMED_OUT = 120, 124
 """After which a step has not ended: all kernels known to end do so in a quarter of that."""
 TTIR, LINALG = "kernel.ttir", "kernel.linalg"
 MAKERS = ("compile", "front_end", "outcome", "program")
@@ -135,7 +135,8 @@ def compile_for(
         found = json.loads(kept.read_text(encoding="utf-8"))
         return OUTCOMES[found.pop("kind")](**found)
     outcome = _compiled(fetched(), asking)
-    _keep(kept, outcome)
+    if not isinstance(outcome, Refused) or outcome.sure:
+        _keep(kept, outcome)
     return outcome
 
 
@@ -177,10 +178,11 @@ def _compiled(tools: Toolchain, asking: Asking) -> Outcome:
 def _ttir(tools: Toolchain, asking: Asking, folder: Path) -> str | Refused:
     chip, source = asking.chip.name, asking.source
     question = {"signature": asking.signature, "constants": asking.constants, "chip": chip}
-    question |= {"path": str(source.path), "name": source.name, "triton": str(tools.triton)}
+    question |= {"path": str(source.path.resolve()), "name": source.name, "triton": str(tools.triton)}
     done = _run([sys.executable, "-I", front_end.__file__], folder, json.dumps(question))
     if done.returncode:
-        return Refused(chip, f"the front end ended with code {done.returncode}: {_last(done.stderr)}", None)
+        words = f"the front end ended with code {done.returncode}: {_last(done.stderr)}"
+        return Refused(chip, words, None, 0 < done.returncode != TIMED_OUT)
     answer = json.loads(done.stdout)
     return answer["ttir"] if "ttir" in answer else Refused(chip, answer["reason"], answer["line"])
 
@@ -190,12 +192,21 @@ def _linalg(tools: Toolchain, chip: Chip, ttir: str, folder: Path) -> str | Refu
     given.write_text(ttir, encoding="utf-8")
     wide = f"compile-on-910-95={chip.wide}"
     command = [
-        str(tools.adapter), str(given), f"--discrete-mask-access-conversion={wide} force-simt-template=False",
-        "--triton-to-annotation", f"--triton-to-unstructure={wide} force-simt-template=False", "--triton-to-hivm",
-        "--triton-to-hfusion", "--triton-to-llvm", "--bubble-up-operation",
+        str(tools.adapter),
+        str(given),
+        f"--discrete-mask-access-conversion={wide} force-simt-template=False",
+        "--triton-to-annotation",
+        f"--triton-to-unstructure={wide} force-simt-template=False",
+        "--triton-to-hivm",
+        "--triton-to-hfusion",
+        "--triton-to-llvm",
+        "--bubble-up-operation",
         "--triton-to-linalg=global-kernel=false named-ops=True enable-nd2nz-on-vector=False "
-        f"enable-select-analysis={chip.wide} {wide}", "--mlir-print-debuginfo", "-o", str(made),
-    ]  # fmt: skip
+        f"enable-select-analysis={chip.wide} {wide}",
+        "--mlir-print-debuginfo",
+        "-o",
+        str(made),
+    ]
     done = _run(command, folder)
     if done.returncode:
         return _refused(chip, "the adapter", done)
@@ -207,10 +218,17 @@ def _program(tools: Toolchain, asking: Asking, folder: Path) -> Outcome:
     ttir, linalg = ((folder / name).read_text(encoding="utf-8") for name in (TTIR, LINALG))
     given.write_text(re.sub(r', mix_mode\s*=\s*"\w+"', "", linalg), encoding="utf-8")
     command = [
-        str(tools.compiler(chip.suffix)), str(given), f"--target={chip.name}", "--enable-hfusion-compile=true",
-        "--enable-triton-kernel-compile=true", f"--enable-auto-multi-buffer={str(asking.multi_buffer).lower()}",
-        *chip.bisheng, f"--save-temps={made}", "-o", str(folder / "out"),
-    ]  # fmt: skip
+        str(tools.compiler(chip.suffix)),
+        str(given),
+        f"--target={chip.name}",
+        "--enable-hfusion-compile=true",
+        "--enable-triton-kernel-compile=true",
+        f"--enable-auto-multi-buffer={str(asking.multi_buffer).lower()}",
+        *chip.bisheng,
+        f"--save-temps={made}",
+        "-o",
+        str(folder / "out"),
+    ]
     done = _run(command, folder)
     said, program = done.stderr + done.stdout, made / "module.hivm.opt.mlir"
     overflow = re.findall(r"(\w+) overflow, requires (\d+) bits while (\d+) bits available", said)
@@ -227,17 +245,23 @@ def _program(tools: Toolchain, asking: Asking, folder: Path) -> Outcome:
 
 
 def _run(command: Sequence[str], folder: Path, sent: str = "") -> subprocess.CompletedProcess[str]:
-    """One step, begun again where a signal ends it; one that does not end has code 124, as `timeout` has it."""
+    """One step, begun again where a signal ends it; one that does not end has the code of `timeout`."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON", "MLIR"))}
     environment["PATH"] = os.pathsep.join([str(_stand_in(folder)), environment.get("PATH", os.defpath)])
     for _ in range(ATTEMPTS):
         try:
             done = subprocess.run(
-                command, input=sent, env=environment, cwd=folder, timeout=SECONDS,
-                capture_output=True, text=True, check=False,
-            )  # fmt: skip
+                command,
+                input=sent,
+                env=environment,
+                cwd=folder,
+                timeout=SECONDS,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
-            return subprocess.CompletedProcess(command, 124, "", f"error: has not ended after {SECONDS} s")
+            return subprocess.CompletedProcess(command, TIMED_OUT, "", f"error: has not ended after {SECONDS} s")
         if done.returncode >= 0:
             break
     return done
@@ -258,11 +282,12 @@ def _refused(chip: Chip, step: str, done: subprocess.CompletedProcess[str]) -> R
     if done.returncode < 0:
         words = re.search(r"(?:LLVM ERROR: |Assertion )(.*)", done.stderr)
         ended = f"{step} was ended {ATTEMPTS} times by signal {-done.returncode}"
-        return Refused(chip.name, ended if words is None else f"{ended}: {words[1]}", None)
+        return Refused(chip.name, ended if words is None else f"{ended}: {words[1]}", None, sure=False)
     found = re.search(r'(?:"[^"]*":(\d+):\d+\)?.*?)?\berror: (.*)', done.stderr + done.stdout)
     if found is None:
         return Refused(chip.name, f"{step} ended with code {done.returncode}: {_last(done.stderr)}", None)
-    return Refused(chip.name, f"{step}: {found[2]}", int(found[1]) if found[1] else None)
+    line = int(found[1]) if found[1] else None
+    return Refused(chip.name, f"{step}: {found[2]}", line, done.returncode != TIMED_OUT)
 
 
 def _last(text: str) -> str:

@@ -52,11 +52,15 @@ class Overflow:
 
 @dataclass(frozen=True)
 class Refused:
-    """The compiler takes no such kernel, or ends without a word. `line` is that of the source where it says one."""
+    """The compiler takes no such kernel, or ends without a word. `line` is that of the source where it says one.
+
+    It is not `sure` where a signal or the time ended the compiler: such an outcome is not kept.
+    """
 
     chip: str
     reason: str
     line: int | None
+    sure: bool = True
 
     def __str__(self) -> str:
         return f"refused for {self.chip}{f' at line {self.line}' if self.line else ''}: {self.reason}"

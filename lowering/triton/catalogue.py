@@ -126,8 +126,14 @@ def sheet(found: Sequence[Shown]) -> Sheet:
     rows = [(one.name, one.target.name, str(one.launch.constants["TILE"]), _words(one)) for one in found]
     marked = [at for at, one in enumerate(found) if not one.good]
     notes = ["compiled up to machine code, which needs CANN; run on no device"]
-    return Sheet("Triton kernels by Ascend's compiler", ("kernel", "target", "tile", "outcome"), rows, marked=marked,
-                 numbers=("tile",), notes=notes)  # fmt: skip
+    return Sheet(
+        "Triton kernels by Ascend's compiler",
+        ("kernel", "target", "tile", "outcome"),
+        rows,
+        marked=marked,
+        numbers=("tile",),
+        notes=notes,
+    )
 
 
 def _words(one: Shown) -> str:

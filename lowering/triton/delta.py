@@ -18,9 +18,17 @@ COPY = Footprint(copies=0.0, copies_950=0.0, streams=1)
 
 
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, rows: Rows, *,
-    keep_steps: bool, target: Target,
-) -> tuple[Launch, tuple[Tensor, Tensor, DeltaStates | None]]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    rows: Rows,
+    *,
+    keep_steps: bool,
+    target: Target,
+) -> tuple[Launch, tuple[Tensor, Tensor, DeltaStates | None]]:
     """The op of this name, for rows of few tokens that continue a state, and the result that the launch fills.
 
     With `keep_steps` the trail holds the state after each token.
@@ -31,9 +39,20 @@ def gated_delta_rule(
     tile = planned(target, RECURRENT, size=state.element_size(), most=v_dim, width=k_dim)
     tile, out = dividing(tile, v_dim), torch.zeros_like(v)
     arguments = {
-        "q": q, "k": k, "v": v, "decay": decay, "beta": beta, "state": state, "query_start": rows.query_start,
-        "out": out, "after": after, "rows": count, "k_heads": k_heads, "v_heads": v_heads, "steps": steps,
-    }  # fmt: skip
+        "q": q,
+        "k": k,
+        "v": v,
+        "decay": decay,
+        "beta": beta,
+        "state": state,
+        "query_start": rows.query_start,
+        "out": out,
+        "after": after,
+        "rows": count,
+        "k_heads": k_heads,
+        "v_heads": v_heads,
+        "steps": steps,
+    }
     constants = {"K_DIM": k_dim, "V_DIM": v_dim, "TILE": tile, "CHANNELS": decay.ndim == k.ndim, "STEPS": keep_steps}
     jobs = count * v_heads * (v_dim // tile)
     launch = Launch("delta", "recurrent", arguments, constants, jobs, ("state", "after"))

@@ -16,8 +16,12 @@ from ..target import Target
 
 SOURCES = Path(__file__).with_name("sources")
 TYPES = {
-    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64",
-}  # fmt: skip
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 
 
 @dataclass(frozen=True)

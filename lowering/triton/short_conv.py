@@ -25,9 +25,16 @@ def short_conv(
     after = (x if keep_steps else window).new_zeros(rows.count + 1, slot, channels)
     tile = planned(target, TOKEN, size=x.element_size(), most=channels)
     arguments = {
-        "x": x, "taps": weight.T.contiguous(), "window": window, "query_start": rows.query_start, "out": out,
-        "after": after, "rows": rows.count, "channels": channels, "slot": slot,
-    }  # fmt: skip
+        "x": x,
+        "taps": weight.T.contiguous(),
+        "window": window,
+        "query_start": rows.query_start,
+        "out": out,
+        "after": after,
+        "rows": rows.count,
+        "channels": channels,
+        "slot": slot,
+    }
     constants = {"WIDTH": width, "DILATION": dilation, "TILE": tile, "STEPS": keep_steps}
     jobs = rows.count * -(-channels // tile)
     launch = Launch("short_conv", "short_conv", arguments, constants, jobs, ("x", "window", "out", "after"))

@@ -9,9 +9,25 @@ import triton.language as tl
 
 @triton.jit
 def recurrent(
-    q, k, v, decay, beta, state, query_start, out, after, rows, k_heads, v_heads, steps,
-    K_DIM: tl.constexpr, V_DIM: tl.constexpr, TILE: tl.constexpr, CHANNELS: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    decay,
+    beta,
+    state,
+    query_start,
+    out,
+    after,
+    rows,
+    k_heads,
+    v_heads,
+    steps,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
     """`gated_delta_rule` token by token, TILE rows of a head's state in registers; TILE divides V_DIM.
 
     q, k [tokens k_heads K_DIM]; v, out [tokens v_heads V_DIM]; beta [tokens v_heads], and decay likewise or, with
@@ -78,9 +94,19 @@ def delta_gates(a, b, a_log, dt_bias, decay, beta, tokens, heads, TILE: tl.const
 
 @triton.jit
 def channel_gates(
-    f, b, a_log, dt_bias, decay, beta, tokens, heads, lower_bound,
-    K_DIM: tl.constexpr, TILE: tl.constexpr, BOUNDED: tl.constexpr,
-):  # fmt: skip
+    f,
+    b,
+    a_log,
+    dt_bias,
+    decay,
+    beta,
+    tokens,
+    heads,
+    lower_bound,
+    K_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
     """`channel_gates`: f and decay [tokens heads K_DIM], b and beta [tokens heads]; TILE heads of a token at a time."""
     key = tl.arange(0, K_DIM)
     tiles = tl.cdiv(heads, TILE)

@@ -6,9 +6,18 @@ import triton.language as tl
 
 @triton.jit
 def gated_rms_norm(
-    x, gate, weight, out, rows, eps,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SILU: tl.constexpr, ROUNDED: tl.constexpr,
-):  # fmt: skip
+    x,
+    gate,
+    weight,
+    out,
+    rows,
+    eps,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    SILU: tl.constexpr,
+    ROUNDED: tl.constexpr,
+):
     """`gated_rms_norm` with ROUNDED, which rounds before the gate, else `gated_rms_norm_fp32`; gate by SILU or sigmoid.
 
     x, gate and out [rows DIM], TILE rows at a time in a tile of BLOCK >= DIM channels.

@@ -6,9 +6,20 @@ import triton.language as tl
 
 @triton.jit
 def short_conv(
-    x, taps, window, query_start, out, after, rows, channels, slot,
-    WIDTH: tl.constexpr, DILATION: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
+    x,
+    taps,
+    window,
+    query_start,
+    out,
+    after,
+    rows,
+    channels,
+    slot,
+    WIDTH: tl.constexpr,
+    DILATION: tl.constexpr,
+    TILE: tl.constexpr,
+    STEPS: tl.constexpr,
+):
     """`short_conv` token by token, TILE channels at a time; taps [WIDTH channels], so that each is read as it lies.
 
     x and out [tokens channels], window [slots past channels], past = (WIDTH - 1) * DILATION. `after` [slots slot

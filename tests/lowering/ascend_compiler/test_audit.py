@@ -46,10 +46,15 @@ def test_an_address_in_32_bits(target: str) -> None:
     assert isinstance(compiled, Compiled) and not audit(compiled)
 
 
-@pytest.mark.parametrize(("tile", "target", "dropped"), [
-    (16384, "ascend910b", False), (32768, "ascend910b", True), (32768, "ascend910_93", True),
-    (32768, "ascend950", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tile", "target", "dropped"),
+    [
+        (16384, "ascend910b", False),
+        (32768, "ascend910b", True),
+        (32768, "ascend910_93", True),
+        (32768, "ascend950", False),
+    ],
+)
 def test_second_buffers_that_are_left_out(tile: int, target: str, dropped: bool) -> None:
     """On 950 triton-ascend asks for none."""
     assert [finding.rule for finding in findings("good", tile, target)] == ["dropped double buffering"] * dropped

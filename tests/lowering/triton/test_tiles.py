@@ -20,9 +20,14 @@ FOLDED = 1.6
 """Where twice the tile takes less than this times the buffer, the compiler has let its values share places."""
 
 
-@pytest.mark.parametrize(("target", "dtype"), [
-    *((target, torch.bfloat16) for target in ASCEND), ("ascend910b", torch.float32), ("ascend950", torch.float32),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("target", "dtype"),
+    [
+        *((target, torch.bfloat16) for target in ASCEND),
+        ("ascend910b", torch.float32),
+        ("ascend950", torch.float32),
+    ],
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_planned_tile(name: str, target: str, dtype: torch.dtype) -> None:
     """It compiles, with its second buffers where the machine has them, with masks that are ranges and wide addresses.
@@ -38,9 +43,9 @@ def test_a_planned_tile(name: str, target: str, dtype: torch.dtype) -> None:
     if target == "ascend910_93" or larger.constants["TILE"] == shown.launch.constants["TILE"]:
         return
     found = larger.compiled(target)
-    assert isinstance(found, Overflow) or (isinstance(found, Compiled) and (
-        audit(found) or found.bits_used < FOLDED * shown.outcome.bits_used
-    ))  # fmt: skip
+    assert isinstance(found, Overflow) or (
+        isinstance(found, Compiled) and (audit(found) or found.bits_used < FOLDED * shown.outcome.bits_used)
+    )
 
 
 def recurrent(v_heads: int, target: str) -> Launch:
