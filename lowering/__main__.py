@@ -55,6 +55,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", help="with --device cpu: rehearse the check of an Ascend through CPU references of its operators"
     )
+    parser.add_argument("--cann", metavar="VERSION", help="with --target: the CANN whose host code checks each call")
     parser.add_argument("--only", action="append", default=[], metavar="OP", help="an op; several times for several")
     parser.add_argument("--output", default="lowering-check", metavar="STEM", help="of STEM.html, .json and .jsonl")
     parser.add_argument("--resume", action="store_true", help="go on from the journal of STEM.jsonl")
@@ -80,7 +81,8 @@ def _check(args: argparse.Namespace) -> int:
         return _work(args, journal)
     journal.path.open("a" if args.resume else "w", encoding="utf-8").close()
     command = [sys.executable, "-X", "faulthandler", "-m", "lowering", "check", "--worker", f"--output={stem}"]
-    named = (("device", [args.device]), ("target", [args.target]), ("only", args.only), ("import", args.modules))
+    named = [(name, [getattr(args, name)]) for name in ("device", "target", "cann")]
+    named += [("only", args.only), ("import", args.modules)]
     command += [f"--{option}={value}" for option, values in named for value in values if value is not None]
     told = _Told()
     try:
@@ -102,7 +104,9 @@ def _work(args: argparse.Namespace, journal: Journal) -> int:
     for name in args.modules:
         importlib.import_module(name)
     device = _device(args.device)
-    target = detect.of_device(device) if args.target is None else _rehearsed(args.target, device)
+    if args.cann is not None and args.target is None:
+        raise LoweringError(f"--cann {args.cann} is for --target NAME; the CANN of a device is that of the device")
+    target = detect.of_device(device) if args.target is None else _rehearsed(args.target, args.cann, device)
     return work(journal, device, target, args.only)
 
 
@@ -154,8 +158,8 @@ def _device(name: str | None) -> torch.device:
         raise LoweringError(f"device {name!r} cannot be used here: {error}") from error
 
 
-def _rehearsed(name: str, device: torch.device) -> targets.Target:
-    target = targets.named(name)
+def _rehearsed(name: str, cann: str | None, device: torch.device) -> targets.Target:
+    target = targets.named(name, cann=cann)
     if device.type != "cpu":
         raise LoweringError(f"--target {name} is for --device cpu; on {device} the target is that of the device")
     if target.device == "npu":

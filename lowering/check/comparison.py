@@ -40,12 +40,16 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """One kernel on one case: its largest relative error and the bound, or why it was refused, or how it failed."""
+    """One kernel on one case: its largest relative error and the bound, or why it was refused, or how it failed.
+
+    `evidence` is what speaks for the kernel's operators on the machine.
+    """
 
     op: str
     kernel: str
     case: str
     dtype: str
+    evidence: str = ""
     error: float | None = None
     bound: float | None = None
     seconds: float | None = None

@@ -52,20 +52,22 @@ class Checked:
         count, refused = len(self.outcomes), sum(outcome.refused is not None for outcome in self.outcomes)
         notes = [f"{broken} of {count} cases failed" if broken else f"all {count} cases hold, {refused} by a refusal"]
         notes += [f"NOT FINISHED: {self.planned - count} of {self.planned} were not run"] * (count < self.planned)
-        columns = ("op", "kernel", "ran", "refused", "largest error", "bound there", "fastest", "slowest", "remarks")
-        return Sheet(title, columns, rows, numbers=columns[2:-1], marked=marked, notes=notes)
+        columns = ("op", "kernel", "evidence", "ran", "refused", "largest error", "bound there", "fastest", "slowest")
+        shown, said = [row[:-1] for row in rows], [row[-1] for row in rows]
+        look = {"numbers": columns[3:], "marked": marked, "badges": ("evidence",)}
+        return Sheet(title, columns, shown, notes=notes, reasons=said, **look)
 
     def details(self) -> Sheet:
         """One row a case, those that failed first."""
         ordered = sorted(self.outcomes, key=lambda outcome: outcome.ok)
         rows = [
-            (x.op, x.kernel, x.case, x.dtype, number(x.error), number(x.bound), duration(x.seconds),
-             x.failed or x.refused or "")
+            (x.op, x.kernel, x.case, x.dtype, number(x.error), number(x.bound), duration(x.seconds))
             for x in ordered
         ]  # fmt: skip
         marked = [index for index, outcome in enumerate(ordered) if not outcome.ok]
-        columns = ("op", "kernel", "case", "dtype", "largest error", "bound", "time", "remarks")
-        return Sheet("every case", columns, rows, numbers=columns[4:7], marked=marked)
+        columns = ("op", "kernel", "case", "dtype", "largest error", "bound", "time")
+        said = [x.failed or x.refused or "" for x in ordered]
+        return Sheet("every case", columns, rows, numbers=columns[4:], marked=marked, reasons=said)
 
     def environment_sheet(self) -> Sheet:
         """What it ran on."""
@@ -82,16 +84,18 @@ class Checked:
 
 @dataclass(frozen=True)
 class Trial:
-    """One kernel to run on one case in one dtype."""
+    """One kernel to run on one case in one dtype, and what speaks for it on the target."""
 
     case: Case
     dtype: torch.dtype
     kernel: Kernel
+    evidence: str
 
     @property
     def blank(self) -> Outcome:
         """The outcome of the trial, yet to be filled in."""
-        return Outcome(self.case.op, self.kernel.name, self.case.name, str(self.dtype).removeprefix("torch."))
+        dtype = str(self.dtype).removeprefix("torch.")
+        return Outcome(self.case.op, self.kernel.name, self.case.name, dtype, self.evidence)
 
 
 def planned(device: torch.device, target: Target, only: Collection[str] = ()) -> list[Trial]:
@@ -99,7 +103,7 @@ def planned(device: torch.device, target: Target, only: Collection[str] = ()) ->
     dtypes = (torch.float32, torch.bfloat16) + (() if device.type == "cpu" else (torch.float16,))
     names = {find(name).name for name in only}
     return [
-        Trial(case, dtype, kernel)
+        Trial(case, dtype, kernel, kernel.evidence(target) if kernel.evidence else "")
         for case in cases.CASES
         for dtype in dtypes
         for kernel in find(case.op).serving(target)
@@ -139,7 +143,8 @@ def _summary(op: str, kernel: str, found: Sequence[Outcome]) -> tuple[str, ...]:
     remarks += [f"refused, for one: {refused[0]}"] if refused else []
     error, most = (None, None) if nearest is None else (nearest.error, nearest.bound)
     spans = (duration(min(times, default=None)), duration(max(times, default=None)))
-    return op, kernel, str(len(ran)), str(len(refused)), number(error), number(most), *spans, "\n".join(remarks)
+    counts = str(len(ran)), str(len(refused))
+    return op, kernel, found[0].evidence, *counts, number(error), number(most), *spans, "\n".join(remarks)
 
 
 def environment(device: torch.device, target: Target) -> dict[str, str]:
