@@ -15,6 +15,7 @@ import importlib
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,7 +23,9 @@ from rich.console import Console
 
 from . import detect
 from . import target as targets
-from .check.device import Checked
+from .cache import keep
+from .check import probe
+from .check.device import Checked, planned
 from .check.journal import Journal, supervise, work
 from .dryrun.stubs import stubs
 from .dryrun.wheel import fetch
@@ -58,6 +61,9 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cann", metavar="VERSION", help="with --target: the CANN whose host code checks each call")
     parser.add_argument("--only", action="append", default=[], metavar="OP", help="an op; several times for several")
     parser.add_argument("--output", default="lowering-check", metavar="STEM", help="of STEM.html, .json and .jsonl")
+    parser.add_argument(
+        "--probe", action="store_true", help="one small call an operator instead, kept so that kernels are chosen by it"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the journal of STEM.jsonl")
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="after which a kernel hangs (default 600)"
@@ -84,6 +90,7 @@ def _check(args: argparse.Namespace) -> int:
     named = [(name, [getattr(args, name)]) for name in ("device", "target", "cann")]
     named += [("only", args.only), ("import", args.modules)]
     command += [f"--{option}={value}" for option, values in named for value in values if value is not None]
+    command += ["--probe"] * args.probe
     told = _Told()
     try:
         code = supervise(command, journal, args.timeout, told)
@@ -93,6 +100,8 @@ def _check(args: argparse.Namespace) -> int:
     if found is None:
         return code or 1  # the process has said why
     told.end(found)
+    if args.probe:
+        return _keep(found, args, stem) or code or 0
     _report(found, stem)
     if len(found.outcomes) < found.planned:
         print("not finished; the same command with --resume goes on", file=sys.stderr)
@@ -107,7 +116,26 @@ def _work(args: argparse.Namespace, journal: Journal) -> int:
     if args.cann is not None and args.target is None:
         raise LoweringError(f"--cann {args.cann} is for --target NAME; the CANN of a device is that of the device")
     target = detect.of_device(device) if args.target is None else _rehearsed(args.target, args.cann, device)
-    return work(journal, device, target, args.only)
+    target = replace(target, failed=())  # what failed once is tried again
+    if args.probe:
+        return work(journal, device, target, probe.trials(device, target), probing=True)
+    return work(journal, device, target, planned(device, target, args.only))
+
+
+def _keep(found: Checked, args: argparse.Namespace, stem: Path) -> int:
+    """Show what a probe found and keep it for `detect`, unless it was a rehearsal; 1 where an operator failed."""
+    result = probe.result(found.outcomes)
+    target = targets.named(found.environment["target"], cann=found.environment.get("CANN"))
+    shown = probe.sheet(result, target)
+    shown.show(Console())
+    html = stem.with_name(f"{stem.name}.html")
+    html.write_text(page("lowering check --probe", [shown, found.environment_sheet()]), encoding="utf-8")
+    if "SoC" not in found.environment:
+        print(f"a rehearsal: nothing is kept but {html}", file=sys.stderr)
+    else:
+        versions = found.environment["torch_npu"], found.environment.get("CANN", "unknown")
+        print(f"kept in {keep(result, found.environment['SoC'], *versions)}; see {html}", file=sys.stderr)
+    return 1 if result.failed else 0
 
 
 def _report(found: Checked, stem: Path) -> None:

@@ -36,7 +36,7 @@ class Target:
     For Ascend, also what tells the machines apart: `soc` is a regular expression of the names that the driver gives
     them, `unified_buffer` the bytes a vector core works in, `torch_npu` the version whose operators are taken to be
     there, `cann` that of the toolkit beneath it, whose host code checks each call, `seen` the operators that a probe of
-    this machine has run. `peaks` are public figures of one device; without any, nothing is estimated.
+    this machine has run and `failed` those that did not hold there, with why. `peaks` are public figures of one device; without any, nothing is estimated.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Target:
     torch_npu: str | None = None
     cann: str | None = None
     seen: frozenset[str] = frozenset()
+    failed: tuple[tuple[str, str], ...] = ()
     peaks: Peaks | None = None
 
     def __str__(self) -> str:

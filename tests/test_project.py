@@ -82,7 +82,7 @@ ROOMS = {
         "matching reading", "quant", "checkpoint inspection saving sharded single unread", "__init__",
     ),
     "lowering": (
-        "errors beside", "target detect host rows protocols signature weights kernel policy once op use",
+        "errors beside cache", "target detect host rows protocols signature weights kernel policy once op use",
         "prepare layouts", "ops", "portable npu", "npu_reference cases", "explain",
         "dryrun", "jit", "check", "lower", "__init__ __main__",
     ),

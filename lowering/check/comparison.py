@@ -42,7 +42,7 @@ ROUNDS = 3
 class Outcome:
     """One kernel on one case: its largest relative error and the bound, or why it was refused, or how it failed.
 
-    `evidence` is what speaks for the kernel's operators on the machine.
+    `evidence` is what speaks for the kernel's operators on the machine; `operators` those that a probe saw return.
     """
 
     op: str
@@ -55,6 +55,7 @@ class Outcome:
     seconds: float | None = None
     refused: str | None = None
     failed: str | None = None
+    operators: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from params.tree import tree_map
 
-from .. import cases
+from .. import cases, detect
 from .. import target as targets
 from ..cases.case import Case
 from ..explain.sheet import Sheet
@@ -151,6 +151,7 @@ def environment(device: torch.device, target: Target) -> dict[str, str]:
     """What a report says about the machine."""
     found = {
         "device": str(device), "target": target.name, "machine": target.title, **target.versions,
+        "SoC": detect.soc_of(device) if device.type == "npu" else "",
         "torch": torch.__version__, "python": platform.python_version(), "platform": platform.platform(),
         "processor": platform.processor(), "threads": str(torch.get_num_threads()),
         "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),

@@ -1,7 +1,7 @@
 """The torch_npu wheel, in a cache directory of its own: fetched with pip, unpacked, never installed.
 
 Installed without CANN it would break `import torch`, so it stays outside the environment and only the dry run's own
-process imports it. The cache is `FUNCMODELS_CACHE`, or the platform's directory for caches.
+process imports it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,8 @@ from pathlib import Path
 
 import torch
 
+from ..cache import ENVIRONMENT, cache_directory
 from ..errors import LoweringError
-
-ENVIRONMENT = "FUNCMODELS_CACHE"
-"""Environment variable that names the cache directory."""
-
-
-def cache_directory() -> Path:
-    """Where fetched and generated files are kept."""
-    named = os.environ.get(ENVIRONMENT)
-    if named:
-        return Path(named)
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "funcmodels"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "funcmodels"
 
 
 def series() -> str:

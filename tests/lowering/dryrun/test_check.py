@@ -302,7 +302,7 @@ def test_ctrl_c_leaves_a_report_and_resume_goes_on(
     stem, target = tmp_path / "x", TARGETS["cpu"]
 
     def interrupted(_: object, book: journal.Journal, *rest: object) -> int:
-        assert journal.work(book, CPU, target, ["geglu"]) == 0
+        assert journal.work(book, CPU, target, check.planned(CPU, target, ["geglu"])) == 0
         kept = book.path.read_text().splitlines()[:8]
         book.path.write_text("\n".join(kept))
         raise KeyboardInterrupt
@@ -315,14 +315,14 @@ def test_ctrl_c_leaves_a_report_and_resume_goes_on(
     assert "--resume goes on" in capsys.readouterr().err
 
     def resumed(_: object, book: journal.Journal, *rest: object) -> int:
-        return journal.work(book, CPU, target, ["geglu"])
+        return journal.work(book, CPU, target, check.planned(CPU, target, ["geglu"]))
 
     monkeypatch.setattr(commands, "supervise", resumed)
     assert main(["check", "--output", str(stem), "--only", "geglu", "--resume"]) == 0
     again = json.loads(Path(f"{stem}.json").read_text())
     assert again["outcomes"][:count] == written["outcomes"] and len(again["outcomes"]) == again["planned"]
     with pytest.raises(LoweringError, match="leave out --resume"):
-        journal.work(journal.Journal(Path(f"{stem}.jsonl")), CPU, target, ["write_pages"])
+        journal.work(journal.Journal(Path(f"{stem}.jsonl")), CPU, target, check.planned(CPU, target, ["write_pages"]))
 
 
 @pytest.mark.plain
