@@ -35,8 +35,9 @@ class Target:
 
     For Ascend, also what tells the machines apart: `soc` is a regular expression of the names that the driver gives
     them, `unified_buffer` the bytes a vector core works in, `torch_npu` the version whose operators are taken to be
-    there, `cann` that of the toolkit beneath it, whose host code checks each call, `seen` the operators that a probe of
-    this machine has run and `failed` those that did not hold there, with why. `peaks` are public figures of one device; without any, nothing is estimated.
+    there, `cann` that of the toolkit beneath it, whose host code checks each call. `seen` are the operators that a
+    probe of this machine has run, `failed` those that did not hold there, with why. `peaks` are public figures of one
+    device; without any, nothing is estimated.
     """
 
     name: str

@@ -62,7 +62,7 @@ class Journal:
 
 
 def _outcome(entry: dict[str, Any]) -> Outcome:
-    return Outcome(**entry | {"operators": tuple(entry.get("operators", ()))})
+    return replace(Outcome(**entry), operators=tuple(entry.get("operators", ())))
 
 
 def work(journal: Journal, device: torch.device, target: Target, trials: Sequence[Trial], probing: bool = False) -> int:

@@ -6,7 +6,6 @@ process imports it.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
