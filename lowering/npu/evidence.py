@@ -95,6 +95,8 @@ OPERATORS: dict[str, Evidence] = {
     "npu_dequant_swiglu_quant": _row("23", "", "8.5.0 9.0.0 8.5.0"),
     "npu_quant_matmul": _row("23", "235", "8.5.0 8.5.0 8.5.0", "vllm-ascend quantization/methods/w8a8_mxfp8.py"),
     "npu_format_cast": _row("235", "235", "8.5.0 8.5.0 8.5.0", "vllm-ascend quantization/methods"),
+    # Sampling
+    "npu_top_k_top_p": _row("235", "23", "8.5.0 8.5.0 9.0.0", "vllm-ascend sample/sampler.py"),
     # Experts
     "npu_grouped_matmul": _row("23", "235", "8.5.0 8.5.0 8.5.0", "vllm-ascend device/device_op.py"),
     "npu_grouped_matmul_swiglu_quant_v2": _row("235", "235", "8.5.0 8.5.0 8.5.0", "vllm-ascend device/device_op.py"),

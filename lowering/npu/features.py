@@ -83,6 +83,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "npu_rotary_mul": ("input", "r1", "r2", "rotary_mode"),
     "npu_scatter_pa_kv_cache": ("key", "value", "key_cache", "value_cache", "slot_mapping", "cache_mode"),
     "npu_swiglu": ("input", "dim"),
+    "npu_top_k_top_p": ("logits", "p", "k"),
 }  # fmt: skip
 """Every operator that our kernels call, and the arguments they pass: what must be there for a kernel to be chosen."""
 

@@ -33,12 +33,13 @@ def fused(
     only: tuple[str, ...] = ASCEND,
     prepare: Callable[[Any], Any] | None = None,
     weights: tuple[type[QuantizedWeight] | type[Tensor], ...] = (),
+    only_by_name: bool = False,
 ) -> Callable[[F], F]:
     """Register an inference kernel of `op`, for those of `only` that some evidence names for each of its operators."""
     targets = tuple(target for target in only if all(target in serves(operator) for operator in operators))
     return op.kernel(
         name, targets=targets, operators=operators, refuse=refuse, prepare=prepare, weights=weights,
-        batches=False, differentiable=False, available=partial(_available, operators),
+        batches=False, differentiable=False, only_by_name=only_by_name, available=partial(_available, operators),
         evidence=partial(speaks_for, operators), loaded=partial(loaded, operators),
     )  # fmt: skip
 

@@ -24,6 +24,7 @@ from . import (
     quant,
     quant_matmul,
     rotary,
+    sampling,
     short_conv,
     sparse,
 )
@@ -33,5 +34,5 @@ from .registration import OPERATORS, OperatorReference, load
 # The modules register their operators when they are imported.
 __all__ = [
     "OPERATORS", "OperatorError", "OperatorReference", "attention", "cache", "delta", "hyper_connection", "load",
-    "matmul", "mla", "mlp", "moe", "norm", "quant", "quant_matmul", "rotary", "short_conv", "sparse",
+    "matmul", "mla", "mlp", "moe", "norm", "quant", "quant_matmul", "rotary", "sampling", "short_conv", "sparse",
 ]  # fmt: skip

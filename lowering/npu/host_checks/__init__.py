@@ -5,8 +5,8 @@ and the dry run raise what `refused` says, so that a kernel cannot make a call h
 call that passes may still be wrong or slow there: what runs on the device was not read.
 """
 
-from . import delta, hyper_connection, quant, short_conv
+from . import delta, hyper_connection, quant, sampling, short_conv
 from .check import CHECKS, HostCheck, refused
 
 # The modules enter their checks when they are imported.
-__all__ = ["CHECKS", "HostCheck", "delta", "hyper_connection", "quant", "refused", "short_conv"]
+__all__ = ["CHECKS", "HostCheck", "delta", "hyper_connection", "quant", "refused", "sampling", "short_conv"]

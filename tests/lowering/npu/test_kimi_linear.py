@@ -81,7 +81,7 @@ def published(batch: list[list[int]], target: str) -> Report:
 
 @pytest.mark.parametrize("target", ["ascend910b", "ascend910_93"])
 def test_the_published_sizes_say_what_is_composed_and_why(target: str) -> None:
-    """Everything with an operator of its own gets it; the delta rule of prompts says that a decay a channel has none."""
+    """What has an operator of its own gets it; the delta rule of prompts says that a decay a channel has none."""
     for batch, step in (([[1], [2]], {"gated_delta_rule"}), ([[1] * 40, [2] * 3], set())):
         rows = {row.op: row for row in published(batch, target).rows}
         fused = {op for op, row in rows.items() if row.kernel.startswith(("npu_", "two_fia"))}

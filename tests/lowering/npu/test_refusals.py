@@ -96,7 +96,7 @@ RAGGED, SEVERAL = "ragged_pages_of_128_256", "ragged_pages_of_128_128"
 PAGED, FIA, TND = "paged_attention", "npu_fia_bsnd", "npu_fia_tnd"
 BLOCK = "block_attention"
 RULE, STEPS, CHUNK = "gated_delta_rule", "npu_recurrent_gated_delta_rule", "npu_chunk_gated_delta_rule"
-CONV, POST = "npu_fused_causal_conv1d", "npu_mhc_post"
+CONV, POST, TOP = "npu_fused_causal_conv1d", "npu_mhc_post", "npu_top_k_top_p"
 SHORT, LONG = "verify_2_4_128_bf16_window", "ragged_2_4_128_bf16_window"
 LONGER = "two_chunks_and_tail_2_4_128_bf16_window"
 MOE = "npu_grouped_experts"
@@ -151,8 +151,6 @@ REFUSALS: list[tuple[str, str, str, Change, str]] = [
      "takes one dtype; found logits bfloat16, bias float32"),
     ("route_sigmoid", "npu_moe_gating_top_k", "groups", but(groups=20),
      "takes groups of 3 experts or more; this call has 2"),
-    (RULE, STEPS, SHORT, shaped(decay=(12, 4, 128)),
-     "takes one decay a head: gk, a decay a channel, is documented as not supported; this call has one"),
     (RULE, CHUNK, LONG, shaped(decay=(21, 4, 128)), "takes one decay a head; this call has one a channel"),
     (PAGED, TND, "decode_pages_of_128_128", but(window=3),
      "for one query a row the operator is documented to ignore a window, and layout TND takes no other mask"),
@@ -204,19 +202,24 @@ REFUSALS: list[tuple[str, str, str, Change, str]] = [
     (RULE, STEPS, SHORT, to(F32, "state"),
      "takes a bfloat16 state, and this one is float32: init_state(recurrent_dtype=torch.bfloat16) makes one"),
     (RULE, STEPS, SHORT, to(F16, "q", "k", "v"), "takes bfloat16; q is float16"),
-    (RULE, STEPS, SHORT, shaped(q=(12, 2, 264), k=(12, 2, 264), state=(4, 4, 128, 264)),
-     "takes at most 256 k_dim; this call has 264"),
+    (RULE, STEPS, SHORT, shaped(q=(12, 2, 520), k=(12, 2, 520), state=(4, 4, 128, 520)),
+     "takes at most 512 k_dim; this call has 520"),
     (RULE, STEPS, SHORT, shaped(v=(12, 258, 128), decay=(12, 258), beta=(12, 258), state=(4, 258, 128, 128)),
      "takes at most 256 v_heads; this call has 258"),
     (RULE, CHUNK, LONG, but(keep_steps=True), "keeps no steps"),
-    (RULE, CHUNK, LONG, shaped(v=(21, 4, 64), state=(5, 4, 64, 128)),
-     "takes keys and values of 128; this call has 128 and 64"),
+    (RULE, CHUNK, LONG, shaped(v=(21, 4, 144), state=(5, 4, 144, 128)),
+     "takes at most 128 v_dim; this call has 144"),
     (RULE, CHUNK, LONG, shaped(v=(21, 3, 128), decay=(21, 3), beta=(21, 3), state=(5, 3, 128, 128)),
      "takes v_heads in multiples of k_heads; this call has 3 and 2"),
     (RULE, CHUNK, LONG, shaped(v=(21, 66, 128), decay=(21, 66), beta=(21, 66), state=(5, 66, 128, 128)),
      "takes at most 64 v_heads; this call has 66"),
     (RULE, CHUNK, LONG, to(F32, "state"),
      "takes a bfloat16 state, and this one is float32: init_state(recurrent_dtype=torch.bfloat16) makes one"),
+    ("hyper_inject", POST, "four", lambda given: given,
+     "takes widths in multiples of 128 below 100000; this call has 24"),
+    ("keep_top", TOP, "k", but(k=None), "takes k or p; this call has neither"),
+    ("keep_top", TOP, "k", but(largest_k=1025), "takes at most 1024 k; this call has 1025"),
+    ("draw", TOP, "k", to(F64, "logits"), "takes float16, bfloat16, float32; logits is float64"),
     ("route_softmax", "npu_moe_gating_top_k_softmax_v2", "wide", shaped(logits=(0, 128)),
      "takes no empty tensor; logits is [0, 128]"),
     ("route_softmax", "npu_moe_gating_top_k_softmax_v2", "wide",
@@ -260,11 +263,10 @@ ON_950: list[tuple[str, str, str, Change, str]] = [
      "takes float16, bfloat16, float32; x is float64"),
     ("short_conv", CONV, "uniform_16x2", lambda given: given, "takes 3 taps; this weight has 2"),
     ("short_conv", CONV, "uniform_128x3", but(window=None), "continues a window; this call has none"),
-    ("short_conv", CONV, "uniform_128x3", but(keep_steps=True), "keeps no steps"),
     ("short_conv", CONV, "ragged_128x3", lambda given: given,
      "takes rows of one length without padding; this batch is ragged or padded"),
-    ("short_conv", CONV, "uniform_128x3", shaped(x=(18, 96), weight=(96, 3), window=(3, 2, 96)),
-     "takes channels in multiples of 128; this call has 96"),
+    ("short_conv", CONV, "uniform_128x3", shaped(x=(18, 72), weight=(72, 3), window=(3, 2, 72)),
+     "takes 64 to 16384 channels in multiples of 16; this call has 72"),
     ("short_conv", CONV, "uniform_128x3", to(F32, "window"),
      "takes float16, bfloat16; window is float32"),
     ("hyper_inject", POST, "tiny", lambda given: given, "takes 4, 6 or 8 streams; this call has 3"),
@@ -346,15 +348,21 @@ def test_an_operator_that_a_version_lacks_is_named_with_the_first_that_has_it() 
         ops.gated_delta_rule(*args, **kwargs)
 
 
-def test_a_version_that_wants_what_we_leave_out_is_refused() -> None:
-    """Before 2.13 npu_mhc_post has no form without a matrix."""
+def test_what_a_cann_does_not_have_is_refused_with_the_first_that_has_it() -> None:
+    """An operator as a whole, a SoC's build of it, or an argument."""
     args, kwargs = split("hyper_inject", arguments("hyper_inject", "four"))
-    old, new = (named("ascend950", torch_npu=version) for version in ("2.10.0", "2.14.0"))
+    old, new = (named("ascend950", cann=version) for version in ("9.0.0", "9.1.0"))
     choice = ops.hyper_inject.explain(*args, target=old, **kwargs)
-    assert choice.kernel.name == "torch_blocked" and choice.refused[POST] == (
-        "operator npu_mhc_post without h_res is not in torch_npu 2.10.0.post6; the first version that has it is 2.13.0"
-    )
+    assert choice.refused[POST] == ("npu_mhc_post is built for ascend950 from CANN 9.1.0.pre on; the target has 9.0.0")
     assert ops.hyper_inject.explain(*args, target=new, **kwargs).kernel.name == POST
+    given = shaped(decay=(12, 4, 128))(arguments(RULE, SHORT))
+    args, kwargs = split(RULE, given)
+    old, new = (named("ascend910b", cann=version) for version in ("8.5.0", "9.0.0"))
+    choice = ops.gated_delta_rule.explain(*args, target=old, **kwargs)
+    assert choice.refused[STEPS] == (
+        "takes a decay a channel, as this call has, from CANN 9.0.0 on; the target has 8.5.0"
+    )
+    assert ops.gated_delta_rule.explain(*args, target=new, **kwargs).kernel.name == STEPS
 
 
 def test_an_argument_that_a_version_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

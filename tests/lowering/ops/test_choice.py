@@ -399,7 +399,7 @@ def test_explain_says_which_kernels_were_asked_for_by_name() -> None:
     machine = lowering.target.named("ascend950", torch_npu="2.10.0")
     report = lowering.explain(layer, *args, target=machine, policy=Policy({"rms_norm": "torch"}))
     assert {row.op: row.reasons() == "asked for by name" for row in report.rows} == {"linear": False, "rms_norm": True}
-    assert "lowered to ascend950 (torch_npu 2.10.0)" in str(report)
+    assert "lowered to ascend950 (torch_npu 2.10.0, CANN 9.1.0)" in str(report)
 
 
 def test_explain_takes_meta_tensors_beside_specs() -> None:
