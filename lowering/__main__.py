@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from .cache import keep
 from .check import probe
 from .check.device import Checked, planned
 from .check.journal import Journal, supervise, work
+from .check.programs import KERNELS, PROGRAMS
 from .dryrun.stubs import stubs
 from .dryrun.wheel import fetch
 from .errors import LoweringError
@@ -119,7 +121,10 @@ def _work(args: argparse.Namespace, journal: Journal) -> int:
     target = replace(target, failed=())  # what failed once is tried again
     if args.probe:
         return work(journal, device, target, probe.trials(device, target), probing=True)
-    return work(journal, device, target, planned(device, target, args.only))
+    models = {program.model for program in PROGRAMS}
+    kernels = planned(device, target, [name for name in args.only if name not in models])
+    wanted = [program for program in PROGRAMS if not args.only or program.model in args.only]
+    return work(journal, device, target, [*(kernels if set(args.only) - models or not args.only else []), *wanted])
 
 
 def _keep(found: Checked, args: argparse.Namespace, stem: Path) -> int:
@@ -144,7 +149,9 @@ def _report(found: Checked, stem: Path) -> None:
     json.write_text(found.json(), encoding="utf-8")
     sheets = [found.sheet(), found.environment_sheet(), found.details()]
     html.write_text(page("lowering check", sheets), encoding="utf-8")
-    print(f"\nfor a bug report: {html}, {json}", file=sys.stderr)
+    print(f"\nto send back, or for a bug report: {html} and {json}", file=sys.stderr)
+    if not any(outcome.kernel == KERNELS for outcome in found.outcomes):
+        print("no model was run; --import funcmodels.testing.programs brings small ones", file=sys.stderr)
 
 
 class _Told:
@@ -162,7 +169,8 @@ class _Told:
             words = outcome.failed or f"error {outcome.error:.2g}, bound {outcome.bound:.2g}"
             print(f"{outcome.op}: {outcome.kernel}: {outcome.case}, {outcome.dtype}: {words}", file=sys.stderr)
         self.failed = len(failed)
-        how_far = f"{len(found.outcomes)} of {found.planned} checked, {len(failed)} failed"
+        left = f"about {_minutes(found)} min left"
+        how_far = f"{len(found.outcomes)} of {found.planned} checked, {len(failed)} failed, {left}"
         if self.terminal:
             print(f"\r\033[K{how_far}", end="\r", file=sys.stderr, flush=True)
         elif time.monotonic() - self.last >= TOLD:
@@ -174,6 +182,17 @@ class _Told:
         self.last = 0.0
         self(found)
         print(file=sys.stderr)
+
+
+EACH, A_MODEL = 0.06, 5.0
+"""Seconds that a kernel on a case, and a model in a phase, take: most of it for the exact values, on one processor."""
+
+
+def _minutes(found: Checked) -> int:
+    """An estimate from counts, models being run last; a captured graph or a slow driver may take longer."""
+    left = found.planned - len(found.outcomes)
+    models = min(left, found.models)
+    return math.ceil((EACH * (left - models) + A_MODEL * models) / 60)
 
 
 def _device(name: str | None) -> torch.device:

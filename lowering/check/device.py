@@ -27,11 +27,12 @@ from .comparison import Expected, Fault, Outcome, duration, laid_out, number, ou
 
 @dataclass(frozen=True)
 class Checked:
-    """The outcomes so far, the machine they were found on, and how many there will be."""
+    """The outcomes so far, the machine they were found on, and how many there will be, the last of `models`."""
 
     environment: dict[str, str]
     outcomes: tuple[Outcome, ...]
     planned: int
+    models: int = 0
 
     @property
     def ok(self) -> bool:
@@ -97,6 +98,20 @@ class Trial:
         dtype = str(self.dtype).removeprefix("torch.")
         return Outcome(self.case.op, self.kernel.name, self.case.name, dtype, self.evidence)
 
+    def tried(self, device: torch.device, target: Target) -> Outcome:
+        """The outcome on a device, whatever is raised."""
+        with use(target=target), torch.no_grad():
+            with Fault() as fault:
+                expected = _expected(self.case, self.dtype)
+            if fault.words is not None:
+                return replace(self.blank, failed=f"the case or the reference: {fault.words}")
+            with Fault() as fault:
+                args, kwargs = self.case.arguments(self.dtype)
+                args, kwargs = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, (args, kwargs))
+                args = laid_out(find(self.case.op), self.kernel, args)
+                return outcome_of(self.kernel, target, args, kwargs, expected, self.blank)
+            return replace(self.blank, failed=fault.words)
+
 
 def planned(device: torch.device, target: Target, only: Collection[str] = ()) -> list[Trial]:
     """Every kernel of `target` on every case, or on those of the ops `only`; `LoweringError` for an unknown op."""
@@ -109,21 +124,6 @@ def planned(device: torch.device, target: Target, only: Collection[str] = ()) ->
         for kernel in find(case.op).serving(target)
         if not names or case.op in names
     ]
-
-
-def tried(trial: Trial, device: torch.device, target: Target) -> Outcome:
-    """The outcome of one trial, whatever it raises."""
-    with use(target=target), torch.no_grad():
-        with Fault() as fault:
-            expected = _expected(trial.case, trial.dtype)
-        if fault.words is not None:
-            return replace(trial.blank, failed=f"the case or the reference: {fault.words}")
-        with Fault() as fault:
-            args, kwargs = trial.case.arguments(trial.dtype)
-            args, kwargs = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, (args, kwargs))
-            args = laid_out(find(trial.case.op), trial.kernel, args)
-            return outcome_of(trial.kernel, target, args, kwargs, expected, trial.blank)
-        return replace(trial.blank, failed=fault.words)
 
 
 @functools.lru_cache(maxsize=1)

@@ -24,7 +24,8 @@ from ..errors import LoweringError
 from ..target import Target
 from . import probe
 from .comparison import Fault, Outcome
-from .device import Checked, Trial, environment, tried
+from .device import Checked, Trial, environment
+from .programs import ModelPhase
 
 LOST = 3
 """Exit code of a process whose device no longer answers: another one goes on."""
@@ -65,7 +66,9 @@ def _outcome(entry: dict[str, Any]) -> Outcome:
     return replace(Outcome(**entry), operators=tuple(entry.get("operators", ())))
 
 
-def work(journal: Journal, device: torch.device, target: Target, trials: Sequence[Trial], probing: bool = False) -> int:
+def work(
+    journal: Journal, device: torch.device, target: Target, trials: Sequence[Trial | ModelPhase], probing: bool = False
+) -> int:
     """Run what the journal has no outcome of; the exit code. Stops when the process that started this one is gone.
 
     A probe leaves out what would show no operator that it has not seen.
@@ -74,19 +77,20 @@ def work(journal: Journal, device: torch.device, target: Target, trials: Sequenc
     found, _ = journal.read()
     here = environment(device, target)
     if found is None:
-        journal.add(environment=here, planned=len(trials))
+        models = sum(isinstance(trial, ModelPhase) for trial in trials)
+        journal.add(environment=here, planned=len(trials), models=models)
     elif _lasting(found.environment) != _lasting(here) or found.planned != len(trials):
         raise LoweringError(f"{journal.path} is of another machine, version or choice of ops; leave out --resume")
     outcomes = list(found.outcomes) if found else []
     done = {replace(x, **_UNKNOWN) for x in outcomes}
     for trial in trials:
-        if trial.blank in done or (probing and not probe.needed(trial, outcomes)):
+        if trial.blank in done or (isinstance(trial, Trial) and probing and not probe.needed(trial, outcomes)):
             continue
         if os.getppid() != parent:
             return LOST
         journal.add(begun=asdict(trial.blank))
         with probe.Called() if probing else nullcontext() as called:
-            outcome = tried(trial, device, target)
+            outcome = trial.tried(device, target)
         outcome = replace(outcome, operators=tuple(called.names if called else ()))
         outcomes.append(outcome)
         journal.add(outcome=asdict(outcome))

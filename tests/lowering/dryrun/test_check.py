@@ -51,7 +51,7 @@ def kernel() -> Iterator[Callable[..., None]]:
 def check_device(device: torch.device, target: lowering.Target, *only: str) -> check.Checked:
     """Every kernel of `target` on every case of the ops `only`, in this process."""
     trials = check.planned(device, target, only)
-    found = tuple(check.tried(trial, device, target) for trial in trials)
+    found = tuple(trial.tried(device, target) for trial in trials)
     return check.Checked(check.environment(device, target), found, len(trials))
 
 
