@@ -15,8 +15,9 @@ from params import tree
 from params.spec import TensorSpec
 
 from ..errors import CaptureError
-from ..kernel import FUSED
-from ..op import find
+from ..kernel import FUSED, Kernel
+from ..op import Op, find
+from ..policy import EVIDENCE
 from ..target import Peaks, Target
 from .costs import Cost
 from .report import Report
@@ -249,11 +250,19 @@ def why_loose(program: Lowered, row: CostRow) -> str:
     """Why an op's work, or what stands beside its fused operators, is left to Torch."""
     if row.op == BETWEEN:
         return "operators of the program outside any op"
-    fused = {FUSED, *(kernel.name for kernel in find(row.op).serving(program.target) if kernel.operators)}
+    fused = {FUSED, *(kernel.name for kernel in _better(find(row.op), row.kernel, program.target))}
     same = (choice for choice in program.report.rows if (choice.op, choice.kernel) == (row.op, row.kernel))
     refused = ((name, why) for choice in same for name, why in choice.refused.items() if name in fused)
     name, why = next(refused, (FUSED, f"Torch operators around {row.kernel}"))
     return f"{row.op}: {why}" if name == FUSED else f"{row.op}: {name} {why}"
+
+
+def _better(op: Op, chosen: str, target: Target) -> list[Kernel]:
+    """Fused kernels whose refusal cost the op one: those that lack something there, where it has another fused one."""
+    fused = [kernel for kernel in op.serving(target) if kernel.operators]
+    if all(kernel.name != chosen for kernel in fused):
+        return fused
+    return [kernel for kernel in fused if kernel.available and kernel.available(target, EVIDENCE[0])]
 
 
 def parts(part: Cost, whole: Cost) -> tuple[float, float]:

@@ -173,7 +173,10 @@ def kept_in(dtype: torch.dtype, device: torch.device, *, of_channels: bool) -> t
     float32, which loses least; bfloat16 where the target's fused kernels take more calls with that, as their own
     refusals say: of a step and of a longer piece, with a decay a head or `of_channels`.
     """
-    target = MODE.get().target or detect.of_device(device)
+    return _kept_on(MODE.get().target or detect.of_device(device), dtype, of_channels)
+
+
+def _kept_on(target: Target, dtype: torch.dtype, of_channels: bool) -> torch.dtype:
     if target.device != "npu" or dtype != torch.bfloat16:
         return torch.float32
     return max((torch.float32, torch.bfloat16), key=lambda kind: _fused_calls(kind, target, of_channels))
@@ -193,14 +196,13 @@ def _fused_calls(kind: torch.dtype, target: Target, of_channels: bool) -> int:
 
 
 def _says_dtype(target: Target, *args: Any, **kwargs: Any) -> str | None:
-    """What `explain` says of a state that `kept_in` may have chosen."""
-    state = gated_delta_rule.signature.bind(*args, **kwargs).arguments["state"]
-    if target.device != "npu" or state is None or state.dtype != torch.bfloat16:
+    """What `explain` says of a state in a dtype that `kept_in` chooses beside float32."""
+    given = gated_delta_rule.signature.bind(*args, **kwargs).arguments
+    state, q = given["state"], given["q"]
+    chosen = _kept_on(target, q.dtype, given["decay"].ndim == q.ndim)
+    if state is None or state.dtype != chosen or chosen == torch.float32:
         return None
-    return (
-        "its state is bfloat16, the default where fused kernels take no other; init_state(recurrent_dtype="
-        "torch.float32) is exacter, and runs in Torch there"
-    )
+    return "a bfloat16 state is the default here; recurrent_dtype of init_state sets it"
 
 
 gated_delta_rule.remark = _says_dtype

@@ -62,5 +62,5 @@ def test_explain_says_what_the_default_decided() -> None:
             batch = fm.Batch.from_lists([[1]], state)
             report = lowering.explain(model.forward, model.param_spec(BF16), state, batch)
         (row,) = [row for row in report.rows if row.op == "gated_delta_rule"]
-        assert row.reasons().count("its state is bfloat16, the default where") == said
+        assert row.reasons().count("a bfloat16 state is the default here") == said
         assert row.kernel.startswith("npu_") == bool(said)
