@@ -119,6 +119,8 @@ def _work(args: argparse.Namespace, journal: Journal) -> int:
         raise LoweringError(f"--cann {args.cann} is for --target NAME; the CANN of a device is that of the device")
     target = detect.of_device(device) if args.target is None else _rehearsed(args.target, args.cann, device)
     target = replace(target, failed=())  # what failed once is tried again
+    if args.probe and target.device != "npu":
+        raise LoweringError(f"--probe tries operators of Ascend; target is {target}, whose kernels call Torch's own")
     if args.probe:
         return work(journal, device, target, probe.trials(device, target), probing=True)
     models = {program.model for program in PROGRAMS}

@@ -345,6 +345,8 @@ def test_lower_needs_no_weights(run: Callable[..., Run], directory: Path, tmp_pa
     ("flags", "message"),
     [
         ("--target ascend95", "did you mean 'ascend950'"),
+        ("--target cpu --cann 9.0.0", "target 'cpu' has no cann, found cann='9.0.0'"),
+        ("--target ascend950 --cann nine", "cann='nine' is no version of CANN"),
         ("--target cpu --rows 0", "rows must be at least 1"),
         ("--target cpu --tokens 0", "--tokens must be at least 1"),
         ("--target cpu --html missing/page.html", "--html missing/page.html: no folder missing"),

@@ -63,7 +63,8 @@ class Journal:
 
 
 def _outcome(entry: dict[str, Any]) -> Outcome:
-    return replace(Outcome(**entry), operators=tuple(entry.get("operators", ())))
+    given: dict[str, Any] = entry | {"operators": tuple(entry.get("operators", ()))}
+    return Outcome(**given)
 
 
 def work(

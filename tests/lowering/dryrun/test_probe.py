@@ -128,5 +128,7 @@ def test_the_command_keeps_what_a_device_showed_and_nothing_of_a_rehearsal(
     assert cache.probed("Ascend950PR_9589", "2.13.0", "9.1.0") == cache.Probed(frozenset(SWIGLU))
     assert commands.main(["check", "--worker", "--cann", "9.1.0", "--output", str(tmp_path / "y")]) == 2
     assert "--cann 9.1.0 is for --target NAME" in capsys.readouterr().err
+    assert commands.main(["check", "--worker", "--probe", "--device", "cpu", "--output", str(tmp_path / "y")]) == 2
+    assert "--probe tries operators of Ascend; target is cpu" in capsys.readouterr().err
     with pytest.raises(LoweringError, match="is no version of CANN"):
         named("ascend950", cann="new")
