@@ -23,7 +23,7 @@ table { border-collapse: collapse; width: 100%; }
 th, td { padding: .25rem .5rem; text-align: left; vertical-align: top; overflow-wrap: break-word; }
 th { cursor: pointer; border-bottom: 2px solid; } td { white-space: pre-line; }
 tbody { border-bottom: 1px solid var(--line); }
-.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.number { text-align: right; font-variant-numeric: tabular-nums; } td.number { white-space: nowrap; }
 .marked td { background: #e8b33926; } .marked td:first-child { font-weight: 600; }
 .bar { display: block; min-width: 4.5rem; padding: 0 .3rem; margin-bottom: 1px; white-space: nowrap;
   background: linear-gradient(to left, var(--bar) var(--share), #8881 var(--share)); }
@@ -34,6 +34,7 @@ tbody { border-bottom: 1px solid var(--line); }
 summary { cursor: pointer; opacity: .75; } details p { margin-left: 1rem; }
 figure { margin: 1rem 0; } svg { width: 100%; max-width: 44rem; height: auto; } figcaption { font-size: .9em; }
 [hidden] { display: none; }
+@media (max-width: 48rem) { th, td { padding: .2rem .3rem; } .badge { padding: 0 .3em; } }
 @media (max-width: 36rem) {
   thead { display: none; } table, tbody, tr { display: block; }
   td { display: flex; gap: .7rem; } td[data-name]:empty { display: none; }
