@@ -32,6 +32,7 @@ def cases() -> list[Case]:
         ("tiny", (5, 3, 8), 6),
         ("awkward", (1, 2, 33), 1),
         ("four", (7, 4, 24), 5),
+        ("four_wide", (3, 4, 128), 5),
         ("decode_8", (8, 4, 2560), 320),
     )
     for name, shape, rank in sizes:

@@ -5,8 +5,9 @@ with BSND they are each row's own; lengths over pages are each row's own in both
 fixed size, True where a key must not be seen, and line queries up with the end of the keys. `softmax_scale` is passed
 always: the operator's default is 1.
 
-A window is a band of that triangle. For one query a row the operator is documented to ignore bands, so it gets the
-pages of the window alone and a mask of its own over them. The block of a draft needs no mask, or a band to both sides.
+A window is a band of that triangle. For one query a row the operator is documented to ignore bands, and engines rely on
+one in layout TND where CANN's newer kernel (FAI) takes it; elsewhere such rows get the pages of the window alone and a
+mask of their own over them. The block of a draft needs no mask, or a band to both sides.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from ..host import tracing
 from ..ops.attention import attention, block_attention, paged_attention, window_pages, write_pages
 from ..rows import Rows
 from .features import npu
-from .kernel import FLOATS, HALVES, above, empty, fused, wrong_dtype
+from .host_checks.attention import page_sizes
+from .host_checks.check import ASCEND_910, ASCEND_950
+from .kernel import FLOATS, HALVES, above, empty, fused, machine, wrong_dtype
 
 OPERATOR = "npu_fused_infer_attention_score_v2"
 MASK_SIDE = 2048
@@ -33,11 +36,10 @@ UNMASKED = 0
 BOTTOM_RIGHT = 3
 """The mode in which the last query sees the last key."""
 BAND = 4
-"""The mode that is also told how far a query sees. With layout TND mode 3 is documented for rows that have more keys
-than queries only, which a first chunk has not; a band that ends at the query itself masks the same."""
+"""The mode that is also told how far a query sees."""
 FAR = 2**31 - 1
-PACKED_WIDTHS = (128, 192)
-"""Head sizes that layout TND is documented for; BSND takes every multiple of 16 up to 512."""
+PACKED_BEFORE_9 = ((64, 64), (128, 128), (192, 128))
+"""Widths of keys and values in layout TND before CANN 9.0.0; layout BSND takes every multiple of 16 up to 512."""
 MOST_PACKED = 4095
 """Rows of layout TND: its lists take 4096 entries, and padding may be one."""
 
@@ -74,19 +76,19 @@ def _binds(window: int | None, rows: Rows, page_size: int) -> bool:
     return window is not None and window < rows.paged[1].shape[1] * page_size
 
 
-def _wrong_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, max_query: int) -> str | None:
-    page_size = k_pages.shape[1]
-    if max_query > 1 and (page_size % 128 or page_size > 512):
-        return f"takes pages of 128, 256, 384 or 512 tokens where a row has more than one query; found {page_size}"
-    if page_size % 16:
-        return f"takes pages in multiples of 16 tokens; found {page_size}"
+def _wrong_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, longest: int, layout: str) -> str | None:
+    """`longest` is the most queries of a row."""
+    page_size, sizes = k_pages.shape[1], page_sizes(machine(q), layout, q.shape[2], longest)
+    if page_size not in sizes:
+        return f"takes pages of {sizes[0]} to {sizes[-1]} tokens in steps of {sizes.step}; found {page_size}"
     if k_pages.numel() >= 2**31:
         return f"takes pools of fewer than 2**31 elements; this one has {k_pages.numel()}: make fewer pages"
     return wrong_dtype(HALVES, q=q, k_pages=k_pages, v_pages=v_pages)
 
 
 def _refuse_paged(q, k_pages, v_pages, rows, *, scale, window=None):
-    return _wrong_rows(rows) or wrong_heads(q, k_pages, v_pages) or _wrong_pages(q, k_pages, v_pages, rows.max_query)
+    wrong = _wrong_rows(rows) or wrong_heads(q, k_pages, v_pages)
+    return wrong or _wrong_pages(q, k_pages, v_pages, rows.max_query, "BSND")
 
 
 def unknown_lengths(rows: Rows) -> str | None:
@@ -105,37 +107,73 @@ def shared_pages(rows: Rows) -> str | None:
     return None
 
 
-def _refuse_packed(q, k_pages, v_pages, rows, *, scale, window=None):
-    if rows.max_query == 1 and _binds(window, rows, k_pages.shape[1]):
-        return "for one query a row the operator is documented to ignore a window, and layout TND takes no other mask"
-    if q.shape[2] not in PACKED_WIDTHS:
-        return f"layout TND takes a head_dim of 128 or 192; this call has {q.shape[2]}"
+def wrong_packing(q: Tensor, head_dim: int, v_dim: int) -> str | None:
+    """Why layout TND does not take heads of these widths, with queries of q's dtype; None when it does."""
+    target, found = machine(q), f"this call has {head_dim} and {v_dim}"
+    if target.has_cann("9.0.0"):
+        most = 512 if target.name in ASCEND_950 else 256
+        fits = (head_dim == v_dim <= most and head_dim % 16 == 0) or (head_dim, v_dim) == (192, 128)
+        return None if fits else f"layout TND takes keys and values of one width up to {most}, in 16s; {found}"
     if q.dtype != torch.bfloat16:
-        return f"layout TND takes bfloat16; q is {str(q.dtype).removeprefix('torch.')}"
+        return f"layout TND takes bfloat16 before CANN 9.0.0; q is {str(q.dtype).removeprefix('torch.')}"
+    fits = (head_dim, v_dim) in PACKED_BEFORE_9
+    return None if fits else f"layout TND takes keys and values of 64 or 128 before CANN 9.0.0; {found}"
+
+
+def _bands_one_query(q: Tensor) -> bool:
+    """Whether layout TND holds one query a row to a window, as vllm-ascend relies on (attention/attention_v1.py)."""
+    target = machine(q)
+    return target.name in ASCEND_910 and target.has_cann("9.0.0")
+
+
+def _refuse_packed(q, k_pages, v_pages, rows, *, scale, window=None):
+    if rows.max_query == 1 and _binds(window, rows, k_pages.shape[1]) and not _bands_one_query(q):
+        return "for one query a row the operator is documented to ignore a window, and layout TND takes no other mask"
     # Padding is a row too, and may be longer than the others.
     longest = rows.max_query if rows.uniform else max(rows.max_query, 2)
-    wrong = _wrong_rows(rows) or wrong_heads(q, k_pages, v_pages) or _wrong_pages(q, k_pages, v_pages, longest)
+    wrong = _wrong_rows(rows) or wrong_heads(q, k_pages, v_pages) or wrong_packing(q, q.shape[2], v_pages.shape[3])
+    wrong = wrong or _wrong_pages(q, k_pages, v_pages, longest, "TND")
     return wrong or above(2**20, tokens=q.shape[0]) or above(MOST_PACKED, rows=rows.count)
 
 
 @fused(paged_attention, "npu_fia_tnd", OPERATOR, refuse=_refuse_packed)
 def _packed(q, k_pages, v_pages, rows, *, scale, window=None):
-    queries, keys, table = list(accumulate(rows.host.query)), list(rows.host.length), page_table(rows)
+    page_size, padding = k_pages.shape[1], 0
+    queries, keys, table = list(rows.host.query), list(rows.host.length), page_table(rows)
     if not rows.uniform:
-        # The last entry must be the number of tokens, so padding is one more row, over the scratch page alone: its
-        # first queries may see no key, and what they get is dropped.
+        # The last entry must be the number of tokens, so padding is one more row, over the scratch page alone: what it
+        # gets is dropped.
+        padding = q.shape[0] - sum(queries)
+        queries, keys = [*queries, padding], [*keys, torch.sym_min(padding, page_size)]
         table = torch.nn.functional.pad(table, (0, 0, 0, 1))
-        padding = torch.sym_min(q.shape[0] - queries[-1], k_pages.shape[1])
-        queries, keys = [*queries, q.shape[0]], [*keys, padding]
-    held: dict[str, Any] = {"actual_seq_qlen": queries, "actual_seq_kvlen": keys, "block_table": table}
-    if rows.uniform and rows.max_query == 1:
-        # One query sees every key: there is no mask to make or to read.
-        return _attended(q.contiguous(), k_pages, v_pages, scale, "TND", UNMASKED, **held)
-    y = _attended(q.contiguous(), k_pages, v_pages, scale, "TND", BAND, **_band(window), **held)
+    mode, band = _packed_mode(window, rows, page_size, padding if isinstance(padding, int) else q.shape[0])
+    y = _attended(
+        q.contiguous(),
+        k_pages,
+        v_pages,
+        scale,
+        "TND",
+        mode,
+        actual_seq_qlen=list(accumulate(queries)),
+        actual_seq_kvlen=keys,
+        block_table=table,
+        **band,
+    )
     if rows.uniform:
         return y
     live = rows.of_tokens(q.shape[0]) < rows.count
     return torch.where(live[:, None, None], y, 0)
+
+
+def _packed_mode(window: int | None, rows: Rows, page_size: int, padding: int) -> tuple[int, dict[str, int]]:
+    """The mode, with its bounds, for packed rows and up to so many tokens of padding behind them."""
+    binds = _binds(window, rows, page_size)
+    if rows.uniform and rows.max_query == 1 and not binds:
+        # One query sees every key: there is no mask to make or to read.
+        return UNMASKED, {}
+    # Mode 3 is for rows with as many keys as queries or more, which more padding than the scratch page holds is not; a
+    # band that ends at the query masks the same.
+    return (BOTTOM_RIGHT, {}) if padding <= page_size and not binds else (BAND, _band(window))
 
 
 def page_table(rows: Rows) -> Tensor:
@@ -156,7 +194,7 @@ def _padded(q, k_pages, v_pages, rows, *, scale, window=None):
         return rows.flat(_attended(rectangle, k_pages, v_pages, scale, "BSND", UNMASKED, **held), q.shape[0])
     held: dict[str, Any] = {"actual_seq_qlen": list(rows.host.query), "actual_seq_kvlen": list(rows.host.length)}
     held["block_table"] = page_table(rows)
-    mode, band = (BOTTOM_RIGHT, {}) if window is None else (BAND, _band(window))
+    mode, band = (BAND, _band(window)) if _binds(window, rows, k_pages.shape[1]) else (BOTTOM_RIGHT, {})
     return rows.flat(_attended(rectangle, k_pages, v_pages, scale, "BSND", mode, **band, **held), q.shape[0])
 
 
@@ -224,8 +262,19 @@ def _dense(q, k, v, rows, *, scale, window=None):
     return _attended(q4, k4, v4, scale, "BSND", mode, **band).flatten(0, 1)
 
 
+def cached(x: Tensor) -> tuple[torch.dtype, ...]:
+    """The dtypes of caches that the operator writes: on Ascend 910 its host code takes no float32."""
+    return FLOATS if machine(x).name in ASCEND_950 else HALVES
+
+
+def too_many(slots: Tensor, pages: int, page_size: int) -> str | None:
+    """A sentence about more tokens than the pool has slots: padding, all for the scratch page, may come to that."""
+    return above(pages * page_size, tokens=slots.shape[0])
+
+
 def _refuse_write(k_pages, v_pages, k, v, slots) -> str | None:
-    return wrong_dtype(FLOATS, k_pages=k_pages, v_pages=v_pages) or empty(k=k, v=v)
+    wrong = wrong_dtype(cached(k_pages), k_pages=k_pages, v_pages=v_pages) or empty(k=k, v=v)
+    return wrong or too_many(slots, *k_pages.shape[:2])
 
 
 @fused(write_pages, "npu_scatter_pa_kv_cache", "npu_scatter_pa_kv_cache", refuse=_refuse_write)

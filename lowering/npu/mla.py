@@ -1,9 +1,9 @@
 """Multi-head latent attention on Ascend: on a gathered prefix, over the pages themselves, and the writing of latents.
 
-Fused attention has three forms that fit. *Packed* (layout TND, bfloat16): rows behind each other, running sums as
-lengths, the rope channels apart for heads of 128 + 64 with values of 128, else beside the others. *Padded* (layout
-BSND): one line a row, each row's own lengths, every width up to 512, the values widened with zeros to the keys' width,
-for the operator takes no other. *Absorbed*: heads of 512 + 64 read the latents in their pages.
+Fused attention has three forms that fit. *Packed* (layout TND): rows behind each other, running sums as lengths, the
+rope channels apart for heads of 128 + 64 with values of 128, else beside the others. *Padded* (layout BSND): one line a
+row, each row's own lengths, every width up to 512, the values widened with zeros to the keys' width, for the operator
+takes no other. *Absorbed*: heads of 512 + 64 read the latents in their pages.
 
 The first two want keys and values of every head, packed row after row: what a row held before is gathered, as many
 tokens as the host says, and expanded. That number of tokens is a shape, so a captured program cannot have another.
@@ -39,44 +39,34 @@ from ..rows import Rows
 from ..target import ASCEND
 from ..weights import plain
 from .attention import (
-    BAND,
     BOTTOM_RIGHT,
-    FAR,
     MOST_PACKED,
     OPERATOR,
     UNMASKED,
+    cached,
     page_table,
     shared_mask,
     shared_pages,
+    too_many,
     unknown_lengths,
+    wrong_packing,
 )
 from .features import atb, npu
-from .kernel import FLOATS, HALVES, above, empty, fused, wrong_dtype
+from .host_checks.attention import LATENT_DIM, ROPE_DIM, SHARING, page_sizes
+from .host_checks.check import ASCEND_910
+from .kernel import FLOATS, HALVES, above, empty, fused, machine, wrong_dtype
 from .rotary import side_by_side, turned_pairs
 
-ASCEND_910 = ("ascend910b", "ascend910_93")
-"""Targets that the forms of latent attention are documented for."""
 UPDATE = "npu_attention_update"
 RING = "atb.npu_ring_mla"
 SCATTER = "npu_scatter_pa_kv_cache"
 
 APART = (128, 64, 128)
 """Widths of plain channels, rope channels and values whose rope layout TND takes apart."""
-PACKED = ((128, 128), (192, 128), (192, 192))
-"""Widths of keys and values that layout TND takes otherwise."""
-LATENT_DIM, ROPE_DIM = 512, 64
-"""Widths of latents and rope keys that heads share in the absorbed form, and that are normed and cached at once."""
-SHARING = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Numbers of heads that may share a latent; other numbers are filled up to the next with heads that nobody reads."""
 MOST_ABSORBED = 16
 """Tokens a row of the absorbed form."""
 RING_SIDE = 512
 """Side of the ring's mask."""
-
-mla_prefix_attention.without(
-    tuple(target for target in ASCEND if target not in ASCEND_910),
-    "the latent forms of fused attention, npu_attention_update and npu_ring_mla are documented for Ascend 910 alone",
-)
 
 FEW = 8
 """Queries a row up to which reading latents as they lie beats expanding every head of the prefix."""
@@ -225,8 +215,8 @@ def _widths(q: LatentQueries) -> tuple[int, int]:
 
 
 def _is_packed(q: LatentQueries, v_dim: int) -> bool:
-    """Whether layout TND is documented for the call: it copies less, and computes nothing behind a row's end."""
-    return q.nope.dtype == torch.bfloat16 and (_is_apart(q, v_dim) or (sum(_widths(q)), v_dim) in PACKED)
+    """Whether layout TND takes the call: it copies less, and computes nothing behind a row's end."""
+    return wrong_packing(q.nope, sum(_widths(q)), v_dim) is None
 
 
 def _is_apart(q: LatentQueries, v_dim: int) -> bool:
@@ -236,15 +226,15 @@ def _is_apart(q: LatentQueries, v_dim: int) -> bool:
 def _packed(
     q: LatentQueries, keys: _Keys, new: _Lines, held: _Lines, scale: float, *, causal: bool, lse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Layout TND. The mode that ends at the query is documented for rows with more keys than queries; a band is not."""
+    """Layout TND. `causal` rows have as many keys as queries or more, which their mode wants."""
     pairs = [(queries, found) for queries, found in zip(new.counts, held.counts, strict=True) if queries]
     rows: dict[str, Any] = {
         "actual_seq_qlen": list(accumulate(queries for queries, _ in pairs)),
         "actual_seq_kvlen": list(accumulate(found for _, found in pairs)),
-        "sparse_mode": BAND if causal else UNMASKED,
+        "sparse_mode": BOTTOM_RIGHT if causal else UNMASKED,
     }
     if causal:
-        rows |= {"atten_mask": shared_mask(q.device), "pre_tokens": FAR, "next_tokens": 0}
+        rows["atten_mask"] = shared_mask(q.device)
     key_rope = keys.rope_heads
     if q.rope is not None and key_rope is not None and _is_apart(q, keys.values.shape[-1]):
         # Queries come with their rope apart, so that this spares a copy of them.
@@ -312,7 +302,7 @@ def _wrong_host(rows: Rows) -> str | None:
     return unknown
 
 
-@fused(mla_prefix_attention, "two_fia_merge", OPERATOR, UPDATE, only=ASCEND_910, refuse=_refuse_gathered, **ANY_WEIGHT)
+@fused(mla_prefix_attention, "two_fia_merge", OPERATOR, UPDATE, refuse=_refuse_gathered, **ANY_WEIGHT)
 def _two_passes(q, new, pages, up, rows, *, scale, v_dim):
     """New tokens over themselves, then over what their rows held before, and the merge of both in float32."""
     split, like = _Split.of(rows), q.nope
@@ -344,7 +334,7 @@ def _merged(*parts: tuple[Tensor, Tensor]) -> Tensor:
     return whole.unflatten(0, outs[0].shape[:2])
 
 
-@fused(mla_prefix_attention, "concat_fia", OPERATOR, only=ASCEND_910, refuse=_refuse_gathered, **ANY_WEIGHT)
+@fused(mla_prefix_attention, "concat_fia", OPERATOR, refuse=_refuse_gathered, **ANY_WEIGHT)
 def _row_by_row(q, new, pages, up, rows, *, scale, v_dim):
     """One call a row, over all that it holds, new tokens included."""
     counts = _known(rows.host.query)
@@ -371,7 +361,7 @@ def _refuse_ring(q, new, pages, up, rows, *, scale, v_dim):
     return _wrong_host(rows) or _wrong_dtypes(q, new)
 
 
-@fused(mla_prefix_attention, "atb_ring_mla", RING, only=ASCEND_910, refuse=_refuse_ring, **ANY_WEIGHT)
+@fused(mla_prefix_attention, "atb_ring_mla", RING, refuse=_refuse_ring, **ANY_WEIGHT)
 def _ring(q, new, pages, up, rows, *, scale, v_dim):
     """Two rings of the ATB library: new tokens over themselves, then over what rows held before, merged inside.
 
@@ -444,15 +434,16 @@ def _wrong_latent_pages(pages: LatentPools) -> str | None:
     tiled, size = isinstance(pages.latent, NzPages), pages.latent.page_size
     if isinstance(pages.rope, NzPages) != tiled:
         return "takes latents and rope keys in one layout"
-    if size != 128 and (tiled or size != 16):
-        return f"takes {'tiled pages of 128' if tiled else 'pages of 16 or 128'} tokens; found {size}"
+    sizes = page_sizes(machine(pages.latent.values), "BSND", LATENT_DIM, 1, rope=True)
+    if size not in sizes:
+        return f"takes pages of {sizes[0]} to {sizes[-1]} tokens in steps of {sizes.step}; found {size}"
     elements = pages.latent.values.numel()
     if elements >= 2**31:
         return f"takes pools of fewer than 2**31 elements; this one has {elements}: make fewer pages"
     return None
 
 
-@fused(mla_prefix_attention, "npu_fia_absorbed", OPERATOR, only=ASCEND_910, refuse=_refuse_absorbed, **ANY_WEIGHT)
+@fused(mla_prefix_attention, "npu_fia_absorbed", OPERATOR, refuse=_refuse_absorbed, **ANY_WEIGHT)
 def _absorbed(q, new, pages, up, rows, *, scale, v_dim):
     """All heads over the latents in their pages: `up` moved over to the queries, and to what comes out."""
     heads = q.nope.shape[1]
@@ -481,17 +472,19 @@ def _shared(pages: NdPages | NzPages) -> Tensor:
 
 
 def _refuse_write(pages, new, slots) -> str | None:
-    return _wrong_caches(pages) or empty(latent=new.latent)
+    return _wrong_caches(pages, slots) or empty(latent=new.latent)
 
 
-def _wrong_caches(pages: LatentPools) -> str | None:
+def _wrong_caches(pages: LatentPools, slots: Tensor) -> str | None:
     if pages.rope is None:
         return "writes two caches at once; this call has latents alone"
     tiled = isinstance(pages.latent, NzPages)
     if isinstance(pages.rope, NzPages) != tiled:
         return "takes latents and rope keys in one layout"
     # Tiles are 32 bytes: ours have sixteen channels, whatever the dtype.
-    return wrong_dtype(HALVES if tiled else FLOATS, latent_pages=pages.latent.values, rope_pages=pages.rope.values)
+    latent, rope = pages.latent.values, pages.rope.values
+    wrong = wrong_dtype(HALVES if tiled else cached(latent), latent_pages=latent, rope_pages=rope)
+    return wrong or too_many(slots, latent.shape[0], pages.latent.page_size)
 
 
 @fused(write_latents, SCATTER, SCATTER, refuse=_refuse_write)
@@ -519,7 +512,11 @@ def _refuse_norm_rope(pages, kv, weight, cos, sin, slots, *, eps) -> str | None:
     if 2 * cos.shape[1] != ROPE_DIM:
         return f"turns whole rope keys of {ROPE_DIM} channels; this call turns {2 * cos.shape[1]}"
     pools = {"latent_pages": pages.latent.values, "rope_pages": pages.rope.values}
-    return wrong_dtype(HALVES, kv=kv, weight=weight, **pools) or _wrong_caches(pages) or empty(kv=kv)
+    wrong = wrong_dtype(HALVES, kv=kv, weight=weight, **pools) or _wrong_caches(pages, slots) or empty(kv=kv)
+    size = pages.latent.page_size
+    if wrong is None and size % 16 and machine(kv).name in ASCEND_910:
+        return f"takes pages in multiples of 16 tokens; found {size}"
+    return wrong
 
 
 FUSED_WRITE = "npu_kv_rmsnorm_rope_cache_v2"
@@ -540,7 +537,7 @@ def _norm_rope(pages, kv, weight, cos, sin, slots, *, eps):
 
 
 def _refuse_composed(pages, kv, weight, cos, sin, slots, *, eps) -> str | None:
-    return wrong_dtype(FLOATS, kv=kv, weight=weight) or empty(kv=kv) or _wrong_caches(pages)
+    return wrong_dtype(FLOATS, kv=kv, weight=weight) or empty(kv=kv) or _wrong_caches(pages, slots)
 
 
 @fused(

@@ -3,6 +3,7 @@
 The indexer's own causal order moves by one key a query, and ours by one block every `ratio` tokens. So each token is a
 request of its own here, of one query, over the blocks it sees: `actual_seq_lengths_key` counts them, and no order is
 asked for. Weights of one leave the sum over heads as it is; a positive scale would not change which blocks are best.
+Ascend 950 takes some numbers of heads only: heads of zeros, with weights of zero, fill up to the next.
 
 Fused attention takes lengths as host lists, which a captured program would have to be given anew, and which are not
 known while accepted counts stay on the device. So the gathered keys of a token come with a mask, made on the device.
@@ -25,14 +26,16 @@ from ..ops.sparse import (
 from ..target import ASCEND
 from .attention import wrong_heads
 from .features import npu
-from .kernel import HALVES, above, empty, fused, wrong_dtype
+from .host_checks.check import ASCEND_950
+from .host_checks.sparse import HEADS_950
+from .kernel import HALVES, above, empty, fused, machine, wrong_dtype
 
 INDEXER = "npu_lightning_indexer"
 ATTENTION = "npu_fused_infer_attention_score_v2"
 INDEX_DIM = 128
 """The one head size of the indexer."""
 COUNTS = (*range(1, 2049), *range(3072, 8193, 1024))
-"""How many blocks the indexer may be asked for."""
+"""How many blocks the indexer is documented to be asked for; its host code takes more than 2048 from CANN 9.0.0."""
 GATHERED = 64
 """Tokens whose selected keys and values are gathered at a time: with 2051 keys of 2 x 256 channels 270 MB each time."""
 
@@ -46,6 +49,8 @@ def _refuse_index(q, index_pages, rows, *, ratio, top_k) -> str | None:
             f"takes pages of block keys in multiples of 16, up to 1024; this call has {page_blocks} a page: make "
             f"page_size a multiple of {16 * ratio}"
         )
+    if top_k > 2048 and not machine(q).has_cann("9.0.0"):
+        return f"takes a top_k of 1 to 2048 before CANN 9.0.0; this call has {top_k}"
     if top_k not in COUNTS:
         return f"takes a top_k of 1 to 2048, or up to 8192 in steps of 1024; this call has {top_k}"
     return wrong_dtype(HALVES, q=q, index_pages=index_pages) or above(64, index_heads=heads) or empty(q=q)
@@ -55,10 +60,13 @@ def _refuse_index(q, index_pages, rows, *, ratio, top_k) -> str | None:
 def _indexed(q, index_pages, rows, *, ratio, top_k):
     row, visible = visible_tokens(rows, q.shape[0])
     blocks = (visible // ratio).int()
+    weights, more = q.new_ones(q.shape[0], 1, q.shape[1]), _idle_heads(q)
+    if more:
+        q, weights = torch.nn.functional.pad(q, (0, 0, 0, more)), torch.nn.functional.pad(weights, (0, more))
     found, _ = npu.npu_lightning_indexer(
         q[:, None].contiguous(),
         index_pages[:, :, None].contiguous(),
-        q.new_ones(q.shape[0], 1, q.shape[1]),
+        weights,
         # No length of zero is documented: a token without blocks looks at one slot, and what it finds is dropped.
         actual_seq_lengths_key=blocks.clamp(min=1),
         block_table=rows.page_table[row].int().contiguous(),
@@ -68,6 +76,12 @@ def _indexed(q, index_pages, rows, *, ratio, top_k):
         sparse_mode=0,
     )
     return torch.where(torch.arange(top_k, device=q.device) < blocks[:, None], found[:, 0, 0], -1)
+
+
+def _idle_heads(q: Tensor) -> int:
+    """How many heads without weight fill a call up to a number that the target takes."""
+    heads = q.shape[1]
+    return next(count for count in HEADS_950 if count >= heads) - heads if machine(q).name in ASCEND_950 else 0
 
 
 def _refuse_gathered(q, k_pages, v_pages, selected, rows, *, scale) -> str | None:

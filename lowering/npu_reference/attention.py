@@ -22,7 +22,9 @@ from torch import Tensor
 from params.modes import lasting
 
 from .checks import (
+    ASCEND_950,
     OperatorError,
+    machine,
     need,
     need_contiguous,
     need_default,
@@ -38,8 +40,8 @@ from .registration import operator
 RANKS = {"TND": 3, "BSND": 4}
 """Layouts that the reference covers, and the rank of their queries."""
 
-TND_WIDTHS = ((128, 128), (192, 128), (192, 192))
-"""Widths of queries and keys, and of values, that layout TND is documented for."""
+WIDEST = 512
+"""Channels of a head at most."""
 
 ROPE_WIDTH = 64
 """Width of the channels that latent attention gives apart."""
@@ -145,8 +147,7 @@ def _need_rope(query: Tensor, key: Tensor, query_rope: Tensor, key_rope: Tensor,
 def _need_latent(key: Tensor, key_rope: Tensor, call: _Call) -> None:
     need(call.paged, f"block_table is missing; heads of {LATENT_WIDTH} are read from pages only")
     need(max(call.queries) <= 16, f"a request has {max(call.queries)} queries; over a shared latent at most 16")
-    sizes = (128,) if key.dim() == 5 else (16, 128)
-    need(call.block_size in sizes, f"block_size is {call.block_size}; over a shared latent {sizes}")
+    _need_block_size(call.block_size)
     if key.dim() == 5:
         lead = (key.shape[0], 1)
         tiles = (call.block_size, NZ_TILE)
@@ -209,12 +210,8 @@ def _need_key_shapes(key: Tensor, value: Tensor, call: _Call) -> None:
         _need_countable(key)
         return need_shape(key.shape, "as key", value=value)
     if call.paged:
-        step = 16 if call.one_step else 128
         size = call.block_size
-        need(
-            size > 0 and size % step == 0 and (call.one_step or size <= 512),
-            f"block_size is {size}; expected a multiple of {step}{'' if call.one_step else ', at most 512'}",
-        )
+        _need_block_size(size)
         need_rank(3, 3, key=key)
         need_shape((key.shape[0], size, key.shape[2]), "blocks, block_size, heads * width", key=key)
         need(key.shape[2] <= 65535, f"key is {shown(key)}; its last axis, heads * width, takes up to 65535")
@@ -232,6 +229,11 @@ def _need_key_shapes(key: Tensor, value: Tensor, call: _Call) -> None:
     return need_shape(key.shape[:2], "tokens, heads, as key", value=value[..., 0])
 
 
+def _need_block_size(size: int) -> None:
+    """What some CANN takes for some call; which does is the host code's to say."""
+    need(size in range(16, 1025, 16), f"block_size is {size}; expected a multiple of 16, at most 1024")
+
+
 def _need_countable(key: Tensor) -> None:
     need(key.numel() < 1 << 31, f"key has {key.numel()} elements; the operator counts them in int32")
 
@@ -245,13 +247,18 @@ def _width(x: Tensor, call: _Call) -> int:
 
 def _need_widths(width: int, of_keys: int, of_values: int, dtype: torch.dtype, call: _Call) -> None:
     need(width == of_keys, f"heads of query are {width} wide and those of key {of_keys}; expected equal widths")
-    need(width <= 512, f"heads are {width} wide; expected at most 512")
+    need(width <= WIDEST, f"heads are {width} wide; expected at most {WIDEST}")
     if call.latent:
         return
     if call.layout == "TND":
-        need(dtype == torch.bfloat16, f"query is {dtype}; layout TND takes torch.bfloat16")
+        recent = machine().has_cann("9.0.0")
+        need(recent or dtype == torch.bfloat16, f"query is {dtype}; layout TND takes torch.bfloat16 before CANN 9.0.0")
+        need(width % 16 == 0, f"heads are {width} wide; expected a multiple of 16")
         both = (of_keys, of_values)
-        need(both in TND_WIDTHS, f"heads are {of_keys} wide, values {of_values}; layout TND takes {TND_WIDTHS}")
+        need(
+            of_keys == of_values or both == (192, 128),
+            f"heads are {of_keys} wide, values {of_values}; layout TND takes one width, or 192 and 128",
+        )
     elif not call.one_step:
         need(width % 16 == 0, f"heads are {width} wide; with more than one step a multiple of 16 is needed")
         flat = call.heads * width
@@ -292,17 +299,23 @@ def _need_own_mask(mask: Tensor | None, call: _Call) -> None:
         )
 
 
+def _bands_one_query() -> bool:
+    """Whether engines rely on a band for one query there (vllm-ascend attention/attention_v1.py)."""
+    target = machine()
+    return target.name != ASCEND_950 and target.has_cann("9.0.0")
+
+
 def _need_tnd_lengths(call: _Call) -> None:
     reach = max(call.held, default=0) - 1
     need(
-        call.mode != 4 or not call.one_step or call.before >= reach,
+        call.mode != 4 or not call.one_step or call.before >= reach or _bands_one_query(),
         f"pre_tokens is {call.before} and one query of a request sees {reach} keys before its own; pre_tokens is "
         "documented to have no effect on requests of one query",
     )
     for queries, held in zip(call.queries, call.held, strict=True):
         need(
-            call.mode == 4 or queries < held,
-            f"a request has {queries} queries and {held} keys; in layout TND sparse_mode 3 needs fewer queries than "
+            call.mode == 4 or queries <= held,
+            f"a request has {queries} queries and {held} keys; in layout TND sparse_mode 3 needs no more queries than "
             "keys (sparse_mode=4 with next_tokens=0 masks the same and does not)",
         )
         need(

@@ -36,7 +36,6 @@ MASK_SIDE = 512
 
 
 def _update_like(lse: list[Tensor], local_out: list[Tensor], update_type: int) -> Pair:
-    need(soc() != ASCEND_950, "documented for ascend910b and ascend910_93; the call is lowered to ascend950")
     need(update_type in (0, 1), f"update_type is {update_type}; expected 0, or 1 for an lse too")
     need(
         1 <= len(lse) <= MOST_PARTS and len(lse) == len(local_out),

@@ -83,7 +83,6 @@ def sorted_and_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def need_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """The limits that operators share which sort and turn: x [B N S 64], cosines [B 1 S 64] or [B 1 1 64]."""
-    need(soc() != ASCEND_950, "known to run on ascend910b and ascend910_93; the call is lowered to ascend950")
     need_dtype((torch.float16, torch.bfloat16), x=x)
     need_one_dtype(x=x, cos=cos, sin=sin)
     need_rank(4, 4, x=x, cos=cos, sin=sin)
@@ -97,6 +96,7 @@ def need_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def _interleave_like(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    need(soc() != ASCEND_950, "known to run on ascend910b and ascend910_93; the call is lowered to ascend950")
     need_interleaved(x, cos, sin)
     width = x.shape[-1]
     need(width == INTERLEAVED_WIDTH, f"the last axis of x is {width}; expected {INTERLEAVED_WIDTH}")

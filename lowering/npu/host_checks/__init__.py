@@ -5,8 +5,21 @@ and the dry run raise what `refused` says, so that a kernel cannot make a call h
 call that passes may still be wrong or slow there: what runs on the device was not read.
 """
 
-from . import delta, hyper_connection, quant, sampling, short_conv
+from . import attention, cache, delta, hyper_connection, mla, quant, sampling, short_conv, sparse
 from .check import CHECKS, HostCheck, refused
 
 # The modules enter their checks when they are imported.
-__all__ = ["CHECKS", "HostCheck", "delta", "hyper_connection", "quant", "refused", "sampling", "short_conv"]
+__all__ = [
+    "CHECKS",
+    "HostCheck",
+    "attention",
+    "cache",
+    "delta",
+    "hyper_connection",
+    "mla",
+    "quant",
+    "refused",
+    "sampling",
+    "short_conv",
+    "sparse",
+]

@@ -10,6 +10,7 @@ from lowering import OPS, Policy
 from lowering.npu.features import missing
 from lowering.target import ASCEND, named
 from tests.cases import CASES
+from tests.lowering.npu.agreement import refusal, served
 
 OLDER = ("2.8.0.post5", "2.10.0.post6", "2.14.0")
 
@@ -20,8 +21,8 @@ def test_the_real_operators_take_every_call_of_every_kernel(target: str) -> None
     checked, refused = set(), set()
     for case in (case for case in CASES if not case.bench):
         args, kwargs = case.arguments(torch.bfloat16)
-        for kernel in OPS[case.op].serving(target):
-            if not kernel.operators or (kernel.refuse is not None and kernel.refuse(*args, **kwargs) is not None):
+        for kernel in served(case.op, named(target)):
+            if refusal(kernel, case, named(target), torch.bfloat16):
                 continue
             policy = Policy({case.op: kernel.name})
             found = lowering.lower(OPS[case.op], *args, target=target, policy=policy, **kwargs)

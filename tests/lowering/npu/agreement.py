@@ -11,13 +11,36 @@ from torch import Tensor
 
 import lowering
 from lowering import OPS, Policy
+from lowering.kernel import Kernel
 from lowering.ops import DeltaStates
+from lowering.target import ASCEND, Target, named
 from params import tree
 from tests.cases import Arguments, Case, live
 from tests.tolerances import assert_close
 
 WRITTEN = {"write_pages": 2, "write_latents": 1, "latent_norm_rope_write": 1}
 """How many arguments, the first ones, an op writes to."""
+
+
+MACHINES = [named(target) for target in ASCEND]
+OLDER = [named(target, cann=cann) for cann in ("8.5.0", "9.0.0") for target in ("ascend910b", "ascend950")]
+"""The same with other CANNs, whose limits differ; 910_93 has those of 910B."""
+
+
+def served(op: str, target: Target) -> list[Kernel]:
+    """The kernels of fused operators that are built for the target, whatever evidence is wanted."""
+    return [
+        kernel
+        for kernel in OPS[op].serving(target)
+        if kernel.operators and kernel.available and kernel.available(target, "stated") is None
+    ]
+
+
+def refusal(kernel: Kernel, case: Case, target: Target, dtype: torch.dtype) -> str | None:
+    """Why the kernel's own limits on the target do not allow the case; None when they do."""
+    args, kwargs = arguments(case, dtype)
+    with lowering.use(target=target):
+        return kernel.refuse(*args, **kwargs) if kernel.refuse else None
 
 
 @lru_cache(maxsize=4)
@@ -36,7 +59,7 @@ def _expected(case: Case, dtype: torch.dtype) -> Any:
     return compared(case, OPS[case.op].body(*args, **kwargs))
 
 
-def check(case: Case, kernel: str, target: str, dtype: torch.dtype, tokens: int | None = None) -> None:
+def check(case: Case, kernel: str, target: str | Target, dtype: torch.dtype, tokens: int | None = None) -> None:
     """`AssertionError` unless the kernel gives what the reference gives, and leaves its arguments alone.
 
     Where most tokens are padding `tokens` is the number of the others: both ways must give zeros behind them, which

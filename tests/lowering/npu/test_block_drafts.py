@@ -65,5 +65,5 @@ def test_a_lowered_block_is_as_near_to_float32_as_torch_is(target: str) -> None:
     with lowering.use(target=target), lowering.record() as report:
         lowered = outcome(dtype)
     kernels = {row.op: row.kernel for row in report.rows}
-    assert kernels["block_attention"] == "npu_fia_block" and kernels["paged_attention"] == "npu_fia_bsnd"
+    assert kernels["block_attention"] == "npu_fia_block" and kernels["paged_attention"] == "npu_fia_tnd"
     assert_near(lowered, exact, plain)

@@ -9,10 +9,20 @@ import pytest
 from lowering.npu import host_checks
 from lowering.npu.evidence import OPERATORS
 from lowering.target import ASCEND, named
-from tests.lowering.npu.host_checks import delta, hyper_connection, quant, sampling, short_conv
+from tests.lowering.npu.host_checks import (
+    attention,
+    cache,
+    delta,
+    hyper_connection,
+    mla,
+    quant,
+    sampling,
+    short_conv,
+    sparse,
+)
 from tests.lowering.npu.host_checks.calls import Bad, completed
 
-FAMILIES = (delta, hyper_connection, quant, sampling, short_conv)
+FAMILIES = (attention, cache, delta, hyper_connection, mla, quant, sampling, short_conv, sparse)
 GOOD = {operator: arguments for family in FAMILIES for operator, arguments in family.GOOD.items()}
 BAD = [(operator, bad) for family in FAMILIES for operator, bads in family.BAD.items() for bad in bads]
 CANN = ("8.5.0", "9.0.0", "9.1.0", "master")

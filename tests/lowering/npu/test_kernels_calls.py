@@ -21,16 +21,17 @@ from lowering.npu import (
     quant_experts,
     quant_linear,
     rotary,
+    sampling,
     short_conv,
     sparse,
 )
-from lowering.target import ASCEND
 from tests.cases import CASES
 
-from .agreement import arguments
+from .agreement import MACHINES, arguments, refusal, served
 
 MODULES = (
-    attention, delta, hyper_connection, mla, mlp, moe, norm, quant_experts, quant_linear, rotary, short_conv, sparse,
+    attention, delta, hyper_connection, mla, mlp, moe, norm, quant_experts, quant_linear, rotary, sampling, short_conv,
+    sparse,
 )  # fmt: skip
 
 
@@ -59,10 +60,10 @@ def calls() -> set[tuple[str, int, frozenset[str]]]:
         for module in MODULES:
             patch.setattr(module, "npu", recorder)
         for case in [case for case in CASES if not case.bench]:
-            for target in ASCEND:
-                for kernel in [kernel for kernel in OPS[case.op].serving(target) if kernel.operators]:
+            for target in MACHINES:
+                for kernel in served(case.op, target):
                     args, kwargs = arguments(case, torch.bfloat16)
-                    if kernel.refuse and kernel.refuse(*args, **kwargs) is None:
+                    if refusal(kernel, case, target, torch.bfloat16) is None:
                         with lowering.use(Policy({case.op: kernel.name}), target=target):
                             OPS[case.op](*args, **kwargs)
         assert OPS["experts"].kernels["npu_grouped_experts"].prepare(torch.zeros(3, 32, 16, dtype=torch.bfloat16))  # type: ignore[misc]

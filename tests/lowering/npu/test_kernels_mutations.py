@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowering import OPS, LoweringError, npu_reference
-from lowering.kernel import Kernel
+from lowering import LoweringError, npu_reference
 from lowering.npu import (
     attention,
     delta,
@@ -27,18 +26,19 @@ from lowering.npu import (
     quant_experts,
     quant_linear,
     rotary,
+    sampling,
     short_conv,
     sparse,
 )
-from lowering.target import ASCEND
-from tests.cases import CASES, Case
+from tests.cases import CASES
 
-from .agreement import arguments, check
+from .agreement import MACHINES, check, refusal, served
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 MODULES = (
-    attention, delta, hyper_connection, mla, mlp, moe, norm, quant_experts, quant_linear, rotary, short_conv, sparse,
+    attention, delta, hyper_connection, mla, mlp, moe, norm, quant_experts, quant_linear, rotary, sampling, short_conv,
+    sparse,
 )  # fmt: skip
 FIA = "npu_fused_infer_attention_score_v2"
 FAR = attention.FAR
@@ -189,6 +189,8 @@ FLIPS = [
     Flip("npu_scatter_pa_kv_cache", "plain pages, not NZ", without("cache_mode")),
     Flip("npu_scatter_pa_kv_cache", "slots count tokens from 0", at(4, lambda slots: slots - 1)),
     Flip("npu_scatter_pa_kv_cache", "keys before values", lambda a, k: ((a[1], a[0], a[3], a[2], a[4].roll(1)), k)),
+    Flip("npu_top_k_top_p", "as many as k", but(k=lambda k: (k + 1).clamp(max=90))),
+    Flip("npu_top_k_top_p", "the share p", but(p=lambda p: p / 2)),
     Flip("npu_rms_norm", "epsilon is the caller's", without("epsilon")),
     Flip("npu_gemma_rms_norm", "epsilon is the caller's", without("epsilon")),
     Flip("npu_add_rms_norm", "epsilon is the caller's", without("epsilon")),
@@ -295,12 +297,6 @@ class Flipped:
         return call
 
 
-def takes(kernel: Kernel, case: Case) -> bool:
-    """Whether the kernel's own limits allow the case."""
-    args, kwargs = arguments(case, torch.bfloat16)
-    return kernel.refuse is None or kernel.refuse(*args, **kwargs) is None
-
-
 @pytest.mark.plain
 @pytest.mark.mutation
 @pytest.mark.parametrize("flip", FLIPS, ids=str)
@@ -313,10 +309,10 @@ def test_a_flipped_convention_is_noticed(flip: Flip, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(mla, "atb", operators)
     for module in () if flip.operator.startswith("atb.") else MODULES:
         monkeypatch.setattr(module, "npu", operators)
-    for target in ASCEND:
+    for target in MACHINES:
         for case in CASES:
-            for kernel in () if case.bench or flip.only not in (None, case.op) else OPS[case.op].serving(target):
-                if flip.operator not in kernel.operators or not takes(kernel, case):
+            for kernel in () if case.bench or flip.only not in (None, case.op) else served(case.op, target):
+                if flip.operator not in kernel.operators or refusal(kernel, case, target, torch.bfloat16):
                     continue
                 operators.met = False
                 try:

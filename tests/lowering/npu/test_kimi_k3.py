@@ -28,15 +28,10 @@ CONFIG: dict[str, Any] = {
         "use_full_rank_gate": True, "gate_lower_bound": -5.0,
     },
 }  # fmt: skip
-FUSED: dict[str, dict[str, str]] = {
-    "ascend910b": {
-        "rms_norm": "npu_rms_norm", "gated_rms_norm_fp32": "npu_rms_norm_gated_fp32", "l2_norm": "npu_rms_norm_l2",
-        "latent_norm_rope_write": "npu_rms_norm_rope_scatter", "route_sigmoid": "npu_moe_gating_top_k",
-        "experts": "npu_grouped_experts",
-    },
-    "ascend950": {
-        "rms_norm": "npu_rms_norm", "gated_rms_norm_fp32": "npu_rms_norm_gated_fp32", "l2_norm": "npu_rms_norm_l2",
-    },
+FUSED: dict[str, str] = {
+    "rms_norm": "npu_rms_norm", "gated_rms_norm_fp32": "npu_rms_norm_gated_fp32", "l2_norm": "npu_rms_norm_l2",
+    "latent_norm_rope_write": "npu_rms_norm_rope_scatter", "route_sigmoid": "npu_moe_gating_top_k",
+    "experts": "npu_grouped_experts",
 }  # fmt: skip
 
 
@@ -64,10 +59,8 @@ def test_a_lowered_forward_is_as_near_to_float32_as_torch_is(target: str, layout
     with lowering.use(target=target), lowering.record() as report:
         found = made().outcome(dtype, layout)
     chosen = {row.op: row.kernel for row in report.rows}
-    expected = FUSED["ascend950" if target == "ascend950" else "ascend910b"]
-    assert {op: chosen[op] for op in expected} == expected
-    attention = {row.kernel for row in report.rows if row.op == "mla_prefix_attention"}
-    assert attention == {ABSORBED, TWO} or target == "ascend950"
+    assert {op: chosen[op] for op in FUSED} == FUSED
+    assert {row.kernel for row in report.rows if row.op == "mla_prefix_attention"} == {ABSORBED, TWO}
     assert_near(found, *usual(made(), dtype))
 
 
@@ -83,8 +76,7 @@ def test_the_published_sizes_say_what_is_composed_and_why(target: str) -> None:
         report = lowering.explain(model.forward, spec, state, fm.Batch.from_lists(lists), target=target)
         rows = {row.op: row for row in report.rows}
         fused = {op for op, row in rows.items() if row.kernel.startswith(("npu_", "two_fia"))}
-        expected = set(FUSED["ascend950"]) if on_950 else {*FUSED["ascend910b"], "mla_prefix_attention"} | step
-        assert fused == expected
+        assert fused == {*FUSED, "mla_prefix_attention"} | (set() if on_950 else step)
         assert all(row.refused for op, row in rows.items() if op not in fused)
         assert rows["attention_residual"].refused["fused"].startswith("no fused operator weighs rows")
     if not on_950:

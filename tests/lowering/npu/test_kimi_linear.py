@@ -29,13 +29,10 @@ CONFIG: dict[str, Any] = {
     },
 }  # fmt: skip
 NORMS = {"rms_norm": "npu_rms_norm", "add_rms_norm": "npu_add_rms_norm"}
-FUSED: dict[str, dict[str, str]] = {
-    "ascend910b": {
-        **NORMS, "gated_rms_norm_fp32": "npu_rms_norm_gated_fp32", "l2_norm": "npu_rms_norm_l2",
-        "latent_norm_rope_write": "npu_rms_norm_rope_scatter", "route_sigmoid": "npu_moe_gating_top_k",
-        "experts": "npu_grouped_experts", "swiglu": "npu_swiglu",
-    },
-    "ascend950": {**NORMS, "gated_rms_norm_fp32": "npu_rms_norm_gated_fp32", "l2_norm": "npu_rms_norm_l2"},
+FUSED: dict[str, str] = {
+    **NORMS, "gated_rms_norm_fp32": "npu_rms_norm_gated_fp32", "l2_norm": "npu_rms_norm_l2",
+    "latent_norm_rope_write": "npu_rms_norm_rope_scatter", "route_sigmoid": "npu_moe_gating_top_k",
+    "experts": "npu_grouped_experts", "swiglu": "npu_swiglu",
 }  # fmt: skip
 
 
@@ -62,10 +59,8 @@ def test_a_lowered_forward_is_as_near_to_float32_as_torch_is(target: str, layout
     with lowering.use(target=target), lowering.record() as report:
         found = made().outcome(dtype, layout)
     chosen = {row.op: row.kernel for row in report.rows}
-    expected = FUSED["ascend950" if target == "ascend950" else "ascend910b"]
-    assert {op: chosen[op] for op in expected} == expected
-    attention = {row.kernel for row in report.rows if row.op == "mla_prefix_attention"}
-    assert attention == {ABSORBED, TWO} or target == "ascend950"
+    assert {op: chosen[op] for op in FUSED} == FUSED
+    assert {row.kernel for row in report.rows if row.op == "mla_prefix_attention"} == {ABSORBED, TWO}
     # States are bfloat16 by default where the fused rule of steps takes them.
     steps = "npu_recurrent_gated_delta_rule" if (target, dtype) == ("ascend910b", torch.bfloat16) else "torch"
     assert {row.kernel for row in report.rows if row.op == "gated_delta_rule"} == {"torch_chunked_channels", steps}
@@ -87,7 +82,7 @@ def test_the_published_sizes_say_what_is_composed_and_why(target: str) -> None:
     for batch, step in (([[1], [2]], {"gated_delta_rule"}), ([[1] * 40, [2] * 3], set())):
         rows = {row.op: row for row in published(batch, target).rows}
         fused = {op for op, row in rows.items() if row.kernel.startswith(("npu_", "two_fia"))}
-        assert fused == {*FUSED["ascend910b"], "mla_prefix_attention"} | step
+        assert fused == {*FUSED, "mla_prefix_attention"} | step
         refused = rows["gated_delta_rule"].refused
         assert step or "tokens a row" in refused["npu_recurrent_gated_delta_rule"]
         assert step or refused["npu_chunk_gated_delta_rule"] == "takes one decay a head; this call has one a channel"

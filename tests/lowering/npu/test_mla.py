@@ -18,7 +18,7 @@ from lowering.dryrun import versions
 from lowering.layouts import LAYOUTS, NdPages, NzPages
 from lowering.npu import features, mla
 from lowering.ops import LatentPools, LatentQueries, Latents
-from lowering.target import named
+from lowering.target import ASCEND, Target, named
 from params import tree
 from params.tree import tree_map
 from tests.cases import Draw, RowCounts
@@ -29,7 +29,6 @@ TWO, CONCAT, RING, ABSORBED = "two_fia_merge", "concat_fia", "atb_ring_mla", "np
 KERNELS = (TWO, CONCAT, RING, ABSORBED)
 FIA, UPDATE = "npu_fused_infer_attention_score_v2", "npu_attention_update"
 BOUNDS = {torch.float16: 3e-3, torch.bfloat16: 2e-2}
-TARGETS = ("ascend910b", "ascend910_93")
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Made:
     counts: Sequence[int]
     sizes: Sizes
 
-    def run(self, kernel: str, target: str = "ascend910b") -> Tensor:
+    def run(self, kernel: str, target: str | Target = "ascend910b") -> Tensor:
         with lowering.use(Policy({OP.name: kernel}), target=target):
             return OP(*self.args, **self.kwargs)
 
@@ -305,7 +304,7 @@ MERGE = "from two rows on, two calls and a merge take less than a call a row"
 ALONE = "one row needs no merge: one call over its prefix and new tokens"
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", ASCEND)
 @pytest.mark.parametrize(
     ("counts", "past", "sizes", "kernel", "why"),
     [
@@ -335,10 +334,42 @@ def test_a_policy_overrides_the_rule(kernel: str) -> None:
         assert OP.explain(*call.args, target="ascend910b", **call.kwargs).kernel.name == kernel
 
 
-def test_ascend_950_says_why_it_has_none() -> None:
-    call = made((4, 2), (9, 3))
+def test_ascend_950_has_all_but_the_ring() -> None:
+    """From the CANN that builds fused attention for it."""
+    call = made((9, 2), (9, 3), Sizes(4))
     choice = OP.explain(*call.args, target="ascend950", **call.kwargs)
-    assert not choice.kernel.operators and "documented for Ascend 910 alone" in choice.refused["fused"]
+    assert choice.kernel.name == TWO and {kernel.name for kernel in OP.serving("ascend950") if kernel.operators} == {
+        TWO,
+        CONCAT,
+        ABSORBED,
+    }
+    choice = OP.explain(*call.args, target=named("ascend950", cann="8.5.0"), **call.kwargs)
+    built = "npu_fused_infer_attention_score_v2 is built for ascend950 from CANN 9.0.0 on; the target has 8.5.0"
+    assert not choice.kernel.operators and choice.refused[TWO] == choice.refused[ABSORBED] == built
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "packed"),
+    [
+        (Sizes(4), torch.bfloat16, "8.5.0 9.0.0 950"),
+        (Sizes(4), torch.float16, "9.0.0 950"),
+        (Sizes(4, 160, 32, 128, 64), torch.bfloat16, "8.5.0 9.0.0 950"),
+        (Sizes(4, 128, 64, 192), torch.bfloat16, "9.0.0 950"),
+        (Sizes(4, 224, 32, 256), torch.bfloat16, "9.0.0 950"),
+        (Sizes(4, 480, 32, 512), torch.bfloat16, "950"),
+        (Sizes(4, 20, 6, 26, 32), torch.bfloat16, ""),
+    ],
+    ids=str,
+)
+def test_which_heads_are_packed(sizes: Sizes, dtype: torch.dtype, packed: str) -> None:
+    """Layout TND where the host code takes the widths, the padded one elsewhere; and both are right."""
+    call = made((9, 1), (4, 130), sizes, dtype)
+    machines = {"8.5.0": named("ascend910b", cann="8.5.0"), "9.0.0": named("ascend910_93", cann="9.0.0")}
+    for name, target in (machines | {"950": named("ascend950")}).items():
+        with pytest.MonkeyPatch.context() as patch:
+            taken = name in packed.split()
+            patch.setattr(mla, "_padded" if taken else "_packed", None)
+            assert (call.run(TWO, target).double() - call.expected()).abs().max() <= BOUNDS[dtype]
 
 
 def changed(call: Made, at: int, **parts: Any) -> Made:
@@ -414,9 +445,7 @@ REFUSALS: list[tuple[str, Made, str]] = [
     (ABSORBED, changed(BASE, 0, nope=BASE.args[0].nope.half()),
      "takes one dtype; found q_nope float16, q_rope bfloat16, latent_pages bfloat16, rope_pages bfloat16"),
     (ABSORBED, changed(BASE, 2, latent=pool(5, 128, 512, NzPages)), "takes latents and rope keys in one layout"),
-    (ABSORBED, changed(BASE, 2, latent=pool(5, 32, 512)), "takes pages of 16 or 128 tokens; found 32"),
-    (ABSORBED, changed(BASE, 2, latent=pool(5, 16, 512, NzPages), rope=pool(5, 16, 64, NzPages)),
-     "takes tiled pages of 128 tokens; found 16"),
+    (ABSORBED, changed(BASE, 2, latent=pool(5, 24, 512)), "takes pages of 16 to 1024 tokens in steps of 16; found 24"),
     (ABSORBED, changed(BASE, 2, latent=pool(2**15, 128, 512)),
      "takes pools of fewer than 2**31 elements; this one has 2147483648: make fewer pages"),
 ]  # fmt: skip
@@ -471,7 +500,7 @@ BROKEN: dict[str, tuple[str, str, Any]] = {
     "the prefix is masked": (TWO, "_attended", masked_prefix),
     "lse has heads first": (TWO, "_merged", turned_lse),
     "lengths are each row's own": (TWO, "accumulate", list),
-    "queries see later tokens": (TWO, "BAND", 0),
+    "queries see later tokens": (TWO, "BOTTOM_RIGHT", 0),
     "rows are cut at their capacity": (CONCAT, "_known", lambda lengths: [max(n - 1, 0) for n in lengths]),
     "rings have fewer keys than queries": (RING, "_pieces", whole_rows),
     "a query alone has no mode": (ABSORBED, "BOTTOM_RIGHT", 0),

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 lowered for Ascend 910, kernel by kernel and in both layouts of pages, and captured decoding."""
+"""DeepSeek-V2 lowered for Ascend, kernel by kernel and in both layouts of pages, and captured decoding."""
 
 from __future__ import annotations
 
@@ -40,13 +40,15 @@ def made() -> Lowered:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
 @pytest.mark.parametrize("layout", ["nd", "nz"])
-@pytest.mark.parametrize("kernel", [None, TWO, CONCAT, RING])
+@pytest.mark.parametrize(
+    ("kernel", "target"), [*((kernel, "ascend910b") for kernel in (None, TWO, CONCAT, RING)), (None, "ascend950")]
+)
 def test_a_lowered_forward_is_as_near_to_float32_as_torch_is(
-    kernel: str | None, layout: str, dtype: torch.dtype
+    kernel: str | None, target: str, layout: str, dtype: torch.dtype
 ) -> None:
     """By the rule of shapes, and with each kernel that takes every batch."""
     policy = Policy({} if kernel is None else {OP.name: kernel})
-    with lowering.use(policy, target="ascend910b"), lowering.record() as report:
+    with lowering.use(policy, target=target), lowering.record() as report:
         found = made().outcome(dtype, layout)
     chosen = {row.kernel for row in report.rows if row.op == OP.name}
     assert chosen == ({ABSORBED, TWO} if kernel is None else {kernel})

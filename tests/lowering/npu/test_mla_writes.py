@@ -34,6 +34,12 @@ def tiled(part: str) -> Change:
     return but(**{f"pages__{part}": empty(4, 128, width, torch.bfloat16, torch.device("meta"))})
 
 
+def paged(size: int) -> Change:
+    """With pages of another size."""
+    made = (NdPages.empty(4, size, width, torch.bfloat16, torch.device("meta")) for width in (512, 64))
+    return but(**dict(zip(("pages__latent", "pages__rope"), made, strict=True)))
+
+
 LAYOUT = "takes latents and rope keys in one layout"
 REFUSALS: list[tuple[str, str, str, Change, str]] = [
     (WRITE, SCATTER, PLAIN, but(pages__rope=None, new__rope=None),
@@ -41,8 +47,12 @@ REFUSALS: list[tuple[str, str, str, Change, str]] = [
     (WRITE, SCATTER, PLAIN, tiled("latent"), LAYOUT),
     (WRITE, SCATTER, TILED, to(F32, "pages.latent.values", "pages.rope.values"),
      "takes float16, bfloat16; latent_pages is float32"),
-    (WRITE, SCATTER, PLAIN, to(F32, "pages.rope.values"),
-     "takes one dtype; found latent_pages bfloat16, rope_pages float32"),
+    (WRITE, SCATTER, PLAIN, to(F16, "pages.rope.values"),
+     "takes one dtype; found latent_pages bfloat16, rope_pages float16"),
+    (WRITE, SCATTER, PLAIN, to(F32, "pages.latent.values", "pages.rope.values"),
+     "takes float16, bfloat16; latent_pages is float32"),
+    (WRITE, SCATTER, PLAIN, shaped(slots=(513,)), "takes at most 512 tokens; this call has 513"),
+    (NORMED, FUSED, PLAIN, paged(24), "takes pages in multiples of 16 tokens; found 24"),
     (WRITE, SCATTER, PLAIN, shaped(new__latent=(0, 512)), "takes no empty tensor; latent is [0, 512]"),
     (NORMED, FUSED, PLAIN, but(pages__rope=None), "turns a rope key and writes it; this call has none to turn"),
     (NORMED, FUSED, PLAIN, but(cos=None, sin=None), "turns a rope key and writes it; this call has none to turn"),
@@ -70,6 +80,12 @@ REFUSALS: list[tuple[str, str, str, Change, str]] = [
 )
 def test_refusals(op: str, kernel: str, case: str, change: Change, sentence: str) -> None:
     assert why(op, kernel, change(arguments(op, case))) == sentence
+
+
+def test_ascend_950_takes_float32_caches_and_pages_of_any_size() -> None:
+    whole = to(F32, "pages.latent.values", "pages.rope.values")(arguments(WRITE, PLAIN))
+    assert why(WRITE, SCATTER, whole, "ascend950") is None
+    assert why(NORMED, FUSED, paged(24)(arguments(NORMED, PLAIN)), "ascend950") is None
 
 
 def test_what_does_not_fit_the_fused_operator_is_composed() -> None:

@@ -21,7 +21,7 @@ import lowering
 from lowering import OPS, LoweringError, Policy, npu_reference, ops
 from lowering.kernel import FUSED, REFERENCE
 from lowering.npu.features import missing
-from lowering.target import ASCEND, named
+from lowering.target import ASCEND, Target, named
 from params import tree
 from params.tree import tree_map
 from tests import tiny
@@ -39,7 +39,7 @@ def arguments(op: str, case: str, dtype: torch.dtype = BF16) -> dict[str, Any]:
     return dict(zip(OPS[op].signature.parameters, args, strict=False)) | kwargs
 
 
-def why(op: str, kernel: str, given: dict[str, Any], target: str = "ascend910b") -> str | None:
+def why(op: str, kernel: str, given: dict[str, Any], target: str | Target = "ascend910b") -> str | None:
     """The reason for which a kernel asked for by name refuses a call; None when it takes it. Nothing is computed."""
     args, kwargs = split(op, given)
     with lowering.use(Policy({op: kernel})):
@@ -152,8 +152,6 @@ REFUSALS: list[tuple[str, str, str, Change, str]] = [
     ("route_sigmoid", "npu_moe_gating_top_k", "groups", but(groups=20),
      "takes groups of 3 experts or more; this call has 2"),
     (RULE, CHUNK, LONG, shaped(decay=(21, 4, 128)), "takes one decay a head; this call has one a channel"),
-    (PAGED, TND, "decode_pages_of_128_128", but(window=3),
-     "for one query a row the operator is documented to ignore a window, and layout TND takes no other mask"),
     (PAGED, TND, "decode_pages_of_128_128", lambda given: upper_bounds(but(window=384)(given)),
      "needs exact row lengths on the host, and only an upper bound is known: read the accepted counts first"),
     (PAGED, FIA, RAGGED, upper_bounds,
@@ -172,18 +170,15 @@ REFUSALS: list[tuple[str, str, str, Change, str]] = [
      "takes heads * head_dim below 65535; this call has 65536"),
     (PAGED, FIA, RAGGED, lambda given: pool(9, kv_heads=257, dim=16)(shaped(q=(21, 257, 16))(given)),
      "takes at most 256 heads; this call has 257"),
-    (PAGED, FIA, RAGGED, pool(9, page_size=64),
-     "takes pages of 128, 256, 384 or 512 tokens where a row has more than one query; found 64"),
-    (PAGED, FIA, RAGGED, pool(9, page_size=640),
-     "takes pages of 128, 256, 384 or 512 tokens where a row has more than one query; found 640"),
-    (PAGED, FIA, "decode_pages_of_128_256", pool(9, page_size=24), "takes pages in multiples of 16 tokens; found 24"),
+    (PAGED, FIA, RAGGED, pool(9, page_size=24), "takes pages of 16 to 1024 tokens in steps of 16; found 24"),
+    (PAGED, TND, RAGGED, pool(9, page_size=640), "takes pages of 16 to 512 tokens in steps of 16; found 640"),
     (PAGED, FIA, RAGGED, pool(2**15),
      "takes pools of fewer than 2**31 elements; this one has 2147483648: make fewer pages"),
     (PAGED, FIA, RAGGED, to(F32, "q", "k_pages", "v_pages"), "takes float16, bfloat16; q is float32"),
     (PAGED, FIA, RAGGED, to(F16, "q"), "takes one dtype; found q float16, k_pages bfloat16, v_pages bfloat16"),
     (PAGED, TND, SEVERAL, shaped(rows__query_start=(4097,)), "takes at most 4095 rows; this call has 4096"),
-    (PAGED, TND, RAGGED, lambda given: given, "layout TND takes a head_dim of 128 or 192; this call has 256"),
-    (PAGED, TND, SEVERAL, to(F16, "q"), "layout TND takes bfloat16; q is float16"),
+    (PAGED, TND, RAGGED, lambda given: pool(9, dim=272)(shaped(q=(21, 4, 272))(given)),
+     "layout TND takes keys and values of one width up to 256, in 16s; this call has 272 and 272"),
     (PAGED, TND, SEVERAL, upper_bounds,
      "needs exact row lengths on the host, and only an upper bound is known: read the accepted counts first"),
     (PAGED, TND, SEVERAL, shaped(q=(2**20 + 1, 4, 128)), "takes at most 1048576 tokens; this call has 1048577"),
@@ -192,8 +187,10 @@ REFUSALS: list[tuple[str, str, str, Change, str]] = [
     ("attention", "npu_fia_dense", "uniform_8_2_256", to(F32, "q", "k", "v"), "takes float16, bfloat16; q is float32"),
     ("attention", "npu_fia_dense", "uniform_3_1_24_16", lambda given: given,
      "takes keys and values of one size; this call has 24 and 16"),
-    ("write_pages", "npu_scatter_pa_kv_cache", "scattered", to(F64, "k_pages", "v_pages"),
-     "takes float16, bfloat16, float32; k_pages is float64"),
+    ("write_pages", "npu_scatter_pa_kv_cache", "scattered", to(F32, "k_pages", "v_pages"),
+     "takes float16, bfloat16; k_pages is float32"),
+    ("write_pages", "npu_scatter_pa_kv_cache", "scattered", shaped(slots=(13,)),
+     "takes at most 12 tokens; this call has 13"),
     ("write_pages", "npu_scatter_pa_kv_cache", "scattered", shaped(k=(0, 2, 8), v=(0, 2, 5), slots=(0,)),
      "takes no empty tensor; k is [0, 2, 8]"),
     (RULE, STEPS, SHORT, but(state=None), "continues a state; this call has none"),
@@ -217,7 +214,8 @@ REFUSALS: list[tuple[str, str, str, Change, str]] = [
      "takes a bfloat16 state, and this one is float32: init_state(recurrent_dtype=torch.bfloat16) makes one"),
     ("hyper_inject", POST, "four", lambda given: given,
      "takes widths in multiples of 128 below 100000; this call has 24"),
-    ("keep_top", TOP, "k", but(k=None), "takes k or p; this call has neither"),
+    ("keep_top", TOP, "p", lambda given: given,
+     "takes a k wherever there is a p; this call has rows with p alone"),
     ("keep_top", TOP, "k", but(largest_k=1025), "takes at most 1024 k; this call has 1025"),
     ("draw", TOP, "k", to(F64, "logits"), "takes float16, bfloat16, float32; logits is float64"),
     ("route_softmax", "npu_moe_gating_top_k_softmax_v2", "wide", shaped(logits=(0, 128)),
@@ -243,8 +241,8 @@ REFUSALS: list[tuple[str, str, str, Change, str]] = [
     (TOPK, "npu_lightning_indexer", INDEX, to(F16, "q"), "takes one dtype; found q float16, index_pages bfloat16"),
     (BLOCK, "npu_fia_block", "block_256", upper_bounds,
      "needs exact row lengths on the host, and only an upper bound is known: read the accepted counts first"),
-    (BLOCK, "npu_fia_block", "block_256", pool(9, 64),
-     "takes pages of 128, 256, 384 or 512 tokens where a row has more than one query; found 64"),
+    (BLOCK, "npu_fia_block", "block_256", pool(9, 24),
+     "takes pages of 16 to 1024 tokens in steps of 16; found 24"),
     (BLOCK, "npu_fia_block", "decode_256", lambda given: given | {"window": 4},
      "for one query a row the operator is documented to ignore a window"),
     ("sparse_attention", "npu_gather_fia", "ragged_6_2_16", to(F32, "q", "k_pages", "v_pages"),
@@ -253,6 +251,20 @@ REFUSALS: list[tuple[str, str, str, Change, str]] = [
      "takes keys and values of one size; this call has 8 and 12"),
     ("sparse_attention", "npu_gather_fia", "ragged_6_2_16", shaped(selected=(21, 0)),
      "takes no empty tensor; selected is [21, 0]"),
+]  # fmt: skip
+
+IGNORED = "for one query a row the operator is documented to ignore a window, and layout TND takes no other mask"
+BEFORE_9: list[tuple[str, str, str, Change, str]] = [
+    (PAGED, TND, "decode_pages_of_128_128", but(window=3), IGNORED),
+    (PAGED, FIA, RAGGED, pool(9, page_size=64), "takes pages of 128 to 512 tokens in steps of 128; found 64"),
+    (PAGED, FIA, "decode_pages_of_128_256", pool(9, page_size=640),
+     "takes pages of 16 to 512 tokens in steps of 16; found 640"),
+    (PAGED, TND, RAGGED, lambda given: given,
+     "layout TND takes keys and values of 64 or 128 before CANN 9.0.0; this call has 256 and 256"),
+    (PAGED, TND, SEVERAL, to(F16, "q", "k_pages", "v_pages"),
+     "layout TND takes bfloat16 before CANN 9.0.0; q is float16"),
+    (TOPK, "npu_lightning_indexer", INDEX, but(top_k=3072),
+     "takes a top_k of 1 to 2048 before CANN 9.0.0; this call has 3072"),
 ]  # fmt: skip
 
 ON_950: list[tuple[str, str, str, Change, str]] = [
@@ -275,16 +287,24 @@ ON_950: list[tuple[str, str, str, Change, str]] = [
     ("hyper_inject", POST, "four", to(BF16, "weights"), "takes float32; weights is bfloat16"),
     ("hyper_inject", POST, "four", shaped(x=(0, 4, 24), y=(0, 24), weights=(0, 4)),
      "takes no empty tensor; x is [0, 4, 24]"),
+    (PAGED, TND, "decode_pages_of_128_128", but(window=3), IGNORED),
+    (PAGED, FIA, RAGGED, pool(9, page_size=64), "takes pages of 128 to 1024 tokens in steps of 128; found 64"),
+    (PAGED, TND, RAGGED, lambda given: pool(9, dim=528)(shaped(q=(21, 4, 528))(given)),
+     "takes at most 512 head_dim; this call has 528"),
+    ("write_pages", "npu_scatter_pa_kv_cache", "scattered", to(F64, "k_pages", "v_pages"),
+     "takes float16, bfloat16, float32; k_pages is float64"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("op", "kernel", "case", "change", "sentence", "target"),
-    [(*row, "ascend910b") for row in REFUSALS] + [(*row, "ascend950") for row in ON_950],
-    ids=[f"{row[1]}-{index}" for index, row in enumerate(REFUSALS + ON_950)],
+    [(*row, "ascend910b") for row in REFUSALS]
+    + [(*row, named("ascend910b", cann="8.5.0")) for row in BEFORE_9]
+    + [(*row, "ascend950") for row in ON_950],
+    ids=[f"{row[1]}-{index}" for index, row in enumerate(REFUSALS + BEFORE_9 + ON_950)],
 )
 def test_a_limit_is_refused_in_words(
-    op: str, kernel: str, case: str, change: Change, sentence: str, target: str
+    op: str, kernel: str, case: str, change: Change, sentence: str, target: str | Target
 ) -> None:
     """One change of one case, and the one sentence that a user reads for it."""
     assert why(op, kernel, change(arguments(op, case)), target) == sentence

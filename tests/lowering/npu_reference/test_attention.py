@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import lowering
+from lowering.target import Target, named
 from tests.cases import Draw
 from tests.lowering.npu_reference.calls import assert_like, call, refused
 from tests.tolerances import assert_close
@@ -72,8 +74,8 @@ def packed(counts: Sequence[int], held: Sequence[int], **more: Any) -> tuple[dic
 
 @pytest.mark.parametrize("mode", [3, 4])
 def test_packed_queries_over_pages(mode: int) -> None:
-    """Page boundaries (128, 256 and one past), an idle row, one query, as many queries as keys (mode 4 alone)."""
-    counts, held = [3, 0, 1, 5, 2], [128, 7, 256, 129, 300 if mode == 3 else 2]
+    """Page boundaries (128, 256 and one past), an idle row, one query, as many queries as keys."""
+    counts, held = [3, 0, 1, 5, 2], [128, 7, 256, 129, 2]
     arguments, cache = packed(counts, held, sparse_mode=mode, next_tokens=0 if mode == 4 else 2147483647)
     out, lse = call(FIA, arguments)
     assert out.dtype == BFLOAT and lse.shape == (11, HEADS, 1)
@@ -157,11 +159,30 @@ def test_one_step_with_a_mask_of_its_own() -> None:
     refused(FIA, arguments | {"atten_mask": mask[:2, None, None]}, r"\[requests, 1, 1, keys\] of 3 requests")
 
 
-def test_a_band_has_no_effect_on_one_query() -> None:
-    """By the documentation; so a call that counts on it is refused."""
+@pytest.mark.parametrize("target", [named("ascend910b", cann="8.5.0"), named("ascend950")], ids=str)
+def test_a_band_has_no_effect_on_one_query(target: Target) -> None:
+    """By the documentation; so a call that counts on it is refused, but where engines do (see the next test)."""
     arguments, _ = packed([1, 1], [200, 5])
-    refused(FIA, arguments | {"pre_tokens": 2}, "sees 199 keys before its own; pre_tokens is documented to have no eff")
-    call(FIA, arguments | {"pre_tokens": 199})
+    words = "sees 199 keys before its own; pre_tokens is documented to have no eff"
+    with lowering.use(target=target):
+        refused(FIA, arguments | {"pre_tokens": 2}, words)
+        call(FIA, arguments | {"pre_tokens": 199})
+
+
+def test_a_band_of_one_query_where_engines_rely_on_it() -> None:
+    """On Ascend 910 from CANN 9.0.0 on."""
+    arguments, cache = packed([1, 1], [200, 5], pre_tokens=2)
+    out, _ = call(FIA, arguments)
+    for row, q in enumerate(arguments["query"].split(1)):
+        assert_close(out[row : row + 1], naive(q, cache.k[row], cache.v[row], 0.11, window=3)[0].to(BFLOAT))
+
+
+def test_before_9_packed_queries_are_bfloat16() -> None:
+    """By the documentation; the host code of later versions takes float16 too."""
+    half = {name: x.half() for name, x in packed([3, 2], [130, 7])[0].items() if name in ("query", "key", "value")}
+    call(FIA, changed(**half))
+    with lowering.use(target=named("ascend910b", cann="8.5.0")):
+        refused(FIA, changed(**half), "layout TND takes torch.bfloat16 before CANN 9.0.0")
 
 
 def test_padded_queries_over_a_window() -> None:
@@ -231,8 +252,6 @@ WIDE = torch.zeros(6, 128, 512, dtype=BFLOAT)
 TABLE = torch.tensor([[0, 1], [2, 2]], dtype=torch.int32)
 LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "float32": ({"query": Q.float()}, "query is torch.float32"),
-    "float16 packed": ({name: Q.half() if name == "query" else torch.zeros(6, 128, 256).half()
-                        for name in ("query", "key", "value")}, "layout TND takes torch.bfloat16"),
     "dtypes": ({"key": torch.zeros(6, 128, 256).half()}, "dtypes differ"),
     "contiguity": ({"query": torch.zeros(HEADS, 5, WIDTH, dtype=BFLOAT).transpose(0, 1)}, "query .* not contiguous"),
     "rank of the query": ({"query": Q[None]}, "4-dimensional"),
@@ -249,7 +268,7 @@ LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "negative lengths": ({"actual_seq_kvlen": [130, -1]}, "length of each request"),
     "running key lengths": ({"actual_seq_kvlen": [130, 400]}, "at least 4 blocks"),
     "width of the query": ({"query": Q[..., :64].contiguous()}, "equal widths"),
-    "width documented for TND": ({"query": Q.repeat(1, 1, 2), "key": WIDE, "value": WIDE}, "TND takes"),
+    "width in TND": ({"query": Q.repeat(1, 1, 2), "key": WIDE, "value": WIDE[..., :256].contiguous()}, "as key"),
     "no mask": ({"atten_mask": None}, "sparse_mode is 4 without"),
     "mask without a mode": ({"sparse_mode": 0}, "sparse_mode is 0 with atten_mask"),
     "mode": ({"sparse_mode": 2}, "sparse_mode is 2"),
@@ -257,9 +276,12 @@ LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "dtype of the mask": ({"atten_mask": MASK.bfloat16()}, "atten_mask is torch.bfloat16"),
     "polarity of the mask": ({"atten_mask": ~MASK}, "True masks out"),
     "mask with the diagonal": ({"atten_mask": torch.ones(2048, 2048).triu(0).bool()}, "True masks out"),
-    "as many queries as keys": ({"sparse_mode": 3, "actual_seq_kvlen": [130, 2]}, "fewer queries than keys"),
+    "more queries than keys": ({"sparse_mode": 3, "actual_seq_kvlen": [130, 1]}, "no more queries than keys"),
     "tokens before": ({"pre_tokens": -1}, "a sum of at least 0"),
-    "size of blocks": ({"block_size": 64}, "block_size is 64; expected a multiple of 128"),
+    "size of blocks": ({"block_size": 72}, "block_size is 72; expected a multiple of 16, at most 1024"),
+    "size of blocks by the host code": ({name: torch.zeros(6, 640, 384).bfloat16() for name in ("key", "value")}
+                                        | {"query": Q.repeat(1, 1, 2)[..., :192].contiguous(), "block_size": 640},
+                                        "takes page sizes by CANN"),
     "no size of blocks": ({"block_size": 0}, "block_size is 0"),
     "blocks of another size": ({"block_size": 256}, "blocks, block_size"),
     "rank of pages": ({name: torch.zeros(6, 128, 2, 128).bfloat16() for name in ("key", "value")}, "4-dimensional"),
@@ -369,7 +391,7 @@ def test_rope_channels_apart_over_packed_keys() -> None:
         ({"query": torch.zeros(7, HEADS, 192, dtype=BFLOAT)}, "128 or 512 wide"),
         ({"value": torch.zeros(48, KV_HEADS, 192, dtype=BFLOAT)}, "layout TND takes"),
         ({"block_table": torch.zeros(4, 1, dtype=torch.int32)}, "packed keys only"),
-        ({"sparse_mode": 3, "actual_seq_kvlen": [4, 13, 43, 48]}, "fewer queries than keys"),
+        ({"sparse_mode": 3, "actual_seq_kvlen": [3, 12, 42, 48]}, "no more queries than keys"),
         ({name: torch.zeros(0, KV_HEADS, width, dtype=BFLOAT)
           for name, width in (("key", 128), ("value", 128), ("key_rope", ROPE))} | {"actual_seq_kvlen": [0] * 4},
          "no empty tensor"),
@@ -452,9 +474,9 @@ def test_limits_of_a_shared_latent() -> None:
     refused(FIA, one | {"atten_mask": MASK, "sparse_mode": 3}, "0 without for one query")
     refused(FIA, paged_latent(17, [130, 20])[0], "17 queries")
     refused(FIA, paged_latent(1, [9], heads=3)[0], "one of")
-    refused(FIA, paged_latent(1, [9], block=32)[0], r"block_size is 32; over a shared latent \(16, 128\)")
-    call(FIA, paged_latent(2, [9], block=16)[0])
-    refused(FIA, paged_latent(1, [9], block=16, tiles=True)[0], r"block_size is 16; over a shared latent \(128,\)")
+    refused(FIA, paged_latent(1, [9], block=24)[0], "block_size is 24; expected a multiple of 16, at most 1024")
+    for block in (16, 48, 1024):
+        call(FIA, paged_latent(2, [9], block=block, tiles=block == 48)[0])
     refused(FIA, good | {"block_table": None, "actual_seq_kvlen": [90, 7]}, "read from pages only")
     refused(FIA, good | {"num_key_value_heads": 0}, "a shared latent is one head")
     refused(FIA, good | {"key_rope": good["key_rope"][..., :32].contiguous()}, "as key, 64 wide")

@@ -48,8 +48,9 @@ def test_tokens_land_at_their_slots(dtype: torch.dtype, nz: bool) -> None:
     for new, expected in caches:
         for token, slot in enumerate(arguments["slot_mapping"].tolist()):
             expected[slot] = new[token].flatten()
-    assert as_fake(SCATTER, arguments) is None
-    assert call(SCATTER, arguments) is None
+    with lowering.use(target="ascend950" if dtype == torch.float32 else "ascend910b"):
+        assert as_fake(SCATTER, arguments) is None
+        assert call(SCATTER, arguments) is None
     for name, (_, expected) in zip(("key_cache", "value_cache"), caches, strict=True):
         assert torch.equal(logical(arguments[name], nz), expected)
 
@@ -194,4 +195,4 @@ def test_limits_of_the_fused_write() -> None:
     empty = {name: good[name][:0] for name in ("kv", "cos", "sin", "index")}
     refused(NORM_ROPE, good | empty, "does not take empty tensors")
     with lowering.use(target="ascend950"):
-        refused(NORM_ROPE, good, "lowered to ascend950")
+        call(NORM_ROPE, normed())
