@@ -252,9 +252,9 @@ def why_loose(program: Lowered, row: CostRow) -> str:
         return "operators of the program outside any op"
     fused = {FUSED, *(kernel.name for kernel in _better(find(row.op), row.kernel, program.target))}
     same = (choice for choice in program.report.rows if (choice.op, choice.kernel) == (row.op, row.kernel))
-    refused = ((name, why) for choice in same for name, why in choice.refused.items() if name in fused)
-    name, why = next(refused, (FUSED, f"Torch operators around {row.kernel}"))
-    return f"{row.op}: {why}" if name == FUSED else f"{row.op}: {name} {why}"
+    refused = next(same).refused  # calls of other shapes are refused alike, with other numbers
+    told = [why if name == FUSED else f"{name} {why}" for name, why in refused.items() if name in fused]
+    return f"{row.op}: {' / '.join(told) or f'Torch operators around {row.kernel}'}"
 
 
 def _better(op: Op, chosen: str, target: Target) -> list[Kernel]:
