@@ -28,7 +28,7 @@ from .drafts.named import default_draft
 from .errors import StateError
 from .model import Model
 from .sampling.settings import Sampling
-from .serving.generation import generate
+from .serving.engine import generate
 from .serving.requests import Event, Result
 from .state.batch import Batch
 from .state.state import State

@@ -22,18 +22,18 @@ from .output import Output
 from .sampling.draws import CoupledNoise, DraftNoise, sample
 from .sampling.penalties import TokenCounts
 from .sampling.settings import RowSampling, Sampling
-from .serving.generation import generate, requests_of, serve
-from .serving.requests import Event, Request, Result
+from .serving.engine import Engine, generate, serve
+from .serving.requests import Event, Request, Result, requests_of
 from .state.batch import Batch, check
 from .state.rows import fork, fork_into, release, select
 from .state.state import State, commit, logical, read_lengths
 from .testing.shape_checks import disable_shape_checks, enable_shape_checks, shape_checked
 
 __all__ = [
-    "Batch", "Carry", "CheckpointError", "ConfigError", "CoupledNoise", "Draft", "DraftNoise", "Event", "Model",
-    "OutOfPages", "Output", "Proposal", "Request", "Result", "Round", "RowSampling", "Sampling", "StaleStateError",
-    "State", "StateError", "TokenCounts", "Verdict", "build", "check", "commit", "disable_shape_checks", "draft",
-    "enable_shape_checks", "fork", "fork_into", "generate", "input_ranges", "load", "logical", "next_tokens",
-    "ranks_of", "read_lengths", "release", "requests_of", "sample", "save", "select", "serve", "shape_checked",
-    "verify",
+    "Batch", "Carry", "CheckpointError", "ConfigError", "CoupledNoise", "Draft", "DraftNoise", "Engine", "Event",
+    "Model", "OutOfPages", "Output", "Proposal", "Request", "Result", "Round", "RowSampling", "Sampling",
+    "StaleStateError", "State", "StateError", "TokenCounts", "Verdict", "build", "check", "commit",
+    "disable_shape_checks", "draft", "enable_shape_checks", "fork", "fork_into", "generate", "input_ranges", "load",
+    "logical", "next_tokens", "ranks_of", "read_lengths", "release", "requests_of", "sample", "save", "select", "serve",
+    "shape_checked", "verify",
 ]  # fmt: skip

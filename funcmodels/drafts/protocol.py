@@ -307,6 +307,16 @@ def checked(draft: Draft, call: str, found: Any, first: type, second: type) -> A
     raise TypeError(f"draft: {type(draft).__name__}.{call} gave {given}, expected {wanted}; fm.Draft says of what")
 
 
+def begun(draft: Draft, state: State) -> State:
+    """What `draft.init_state` gives. `TypeError` for what is no state of as many rows."""
+    found = draft.init_state(state)
+    if not isinstance(found, State) or found.rows != state.rows:
+        given = f"a state of {found.rows} rows" if isinstance(found, State) else type(found).__name__
+        name = type(draft).__name__
+        raise TypeError(f"draft: {name}.init_state gave {given}, expected a State of {state.rows} rows")
+    return found
+
+
 def proposed(draft: Draft, params: Any, state: State, carry: Carry, steps: int, **options: Any) -> Any:
     """What `draft.propose` gives. `TypeError` or `ValueError` for what is no proposal of `steps` tokens in each row."""
     found = checked(draft, "propose", draft.propose(params, state, carry, steps, **options), Proposal, State)

@@ -1,1 +1,1 @@
-"""Prompts in, results out: requests, the rows that they get in turn, and the programs that run them."""
+"""Prompts in, results out: an engine, the scheduler of its rows, and what runs them on the device."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 Prompt = Sequence[int]
+Beginning = tuple[int | None, int]
+"""The number of a prompt, and how many of its first tokens."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,11 @@ class Share:
     source: int | None
     start: int
     holds: tuple[int, ...]
+
+    @property
+    def beginning(self) -> Beginning:
+        """What the prompt begins from."""
+        return self.source, self.start
 
 
 def plan(prompts: Sequence[Prompt], least: int) -> list[Share]:

@@ -1,17 +1,11 @@
-"""What a serving loop runs on the device: a step, a round, a draft's prefill; as plain functions, or captured.
-
-Captured functions are kept with the model and the draft they belong to, so that the next call finds them compiled, and
-go when these go.
-"""
+"""The functions of a run, plain or captured: a step, a round, a draft's prefill. What is captured goes with them."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -20,8 +14,6 @@ from torch import Tensor
 from lowering import jit
 from params.tree import tree, tree_map
 
-from ..drafts.named import directory_of_draft
-from ..drafts.named import draft as make_draft
 from ..drafts.protocol import Draft
 from ..drafts.round import Round
 from ..model import Model
@@ -32,29 +24,22 @@ from ..sampling.settings import RowSampling, Sampling
 from ..state.batch import Batch
 from ..state.state import State
 from .progress import capturing
-from .requests import Row
+from .scheduler import Continuation
 
-T = TypeVar("T")
-
-MOST_KEPT = 32
-"""Functions and drafts kept with a model or a draft: past it those go that were used the longest ago."""
 BUCKETS = tuple(4**power for power in range(2, 16))
 """Tokens that a batch of prompts is padded to. Far apart: each is a program to compile."""
 
 
 @tree
 class Keys:
-    """What a row's draws depend on beside logits and position: its request's number and settings.
-
-    Rows that are not `live` keep their length in a step, whatever it runs.
-    """
+    """What draws depend on beside logits and position: a request's number and settings. Only `live` rows get longer."""
 
     numbers: Int[Tensor, " rows"]
     sampling: RowSampling
     live: Bool[Tensor, " rows"]
 
     @staticmethod
-    def of(rows: Sequence[Row], every: Sequence[Sampling], device: torch.device) -> Keys:
+    def of(rows: Sequence[Continuation], every: Sequence[Sampling], device: torch.device) -> Keys:
         """Keys of `rows`, some of them live; `every` are the settings that rows may come to have.
 
         What is static in them depends on what kinds of settings the rows have, and on no more of who they are.
@@ -82,8 +67,8 @@ def _kinds(sampling: Sampling) -> tuple[bool, bool, bool]:
 
 
 @dataclass(frozen=True)
-class Step:
-    """Steps of `model`, whose output has the values that `outputs` names. Holds no tensors."""
+class NextToken:
+    """A token more for each row: a forward of `model`, whose output has the values that `outputs` names, and a draw."""
 
     model: Model
     outputs: tuple[str, ...] = ()
@@ -101,78 +86,31 @@ class Step:
         return drawn, out, replace(new, lengths=torch.where(keys.live, new.lengths, state.lengths))
 
 
-def settled(state: State, lengths: Sequence[int]) -> State:
-    """The state when the host has learned its lengths, by reading what was accepted."""
-    return replace(state, ledger=state.ledger.at(lengths))
-
-
-def in_place(old: State, new: State) -> State:
-    """`new`, made from `old`, in the tensors of `old`, which nobody uses any more: graphs of a device write there."""
-    return replace(tree_map(lambda x, y: x if x is y else x.copy_(y), old, new), ledger=new.ledger)
-
-
 @dataclass(frozen=True)
 class Programs:
-    """The functions of a loop: `Step.run`, and with a draft its `extend` and `Round.run`."""
+    """The functions that run `model`, plain or `captured`; with a `draft`, those of rounds of `steps` drafts too."""
 
+    model: Model
     step: Callable[..., Any]
-    extend: Callable[..., Any] | None = None
-    round: Callable[..., Any] | None = None
-    captured: bool = False
+    captured: bool
+    draft: Draft | None = None
+    steps: int = 0
+    extend: Any = None
+    round: Any = None
 
     @staticmethod
-    def of(model: Model, draft: Draft | None, backend: str | None) -> Programs:
-        """Programs of a model and a draft, captured if a backend of `lowering.jit` is named."""
-        step = Step(model, () if draft is None else draft.outputs)
-        if backend is None:
-            return Programs(step.run) if draft is None else Programs(step.run, draft.extend, Round(model, draft).run)
-        kept = partial(_kept_program, backend=backend)
-        step = kept(model, step.run, "a step", ("state",), of=step.outputs)
+    def of(model: Model, draft: Draft | None = None, steps: int = 0, backend: str | None = None) -> Programs:
+        """The functions of a model and a draft, captured if a backend of `lowering.jit` is named."""
+
+        def made(function: Callable[..., Any], what: str, *donated: str) -> Callable[..., Any]:
+            if backend is None:
+                return function
+            return jit(function, donated, BUCKETS, backend, watch=partial(capturing, what))
+
+        captured, outputs = backend is not None, () if draft is None else draft.outputs
+        step = made(NextToken(model, outputs).run, "a step", "state")
         if draft is None:
-            return Programs(step, captured=True)
-        extend = kept(draft, draft.extend, "a prefill of the draft", ("state",))
-        # A draft may be used with several models.
-        round = kept(draft, Round(model, draft).run, "a round", ("state", "drafted"), of=id(model))
-        return Programs(step, extend, round, captured=True)
-
-
-def _kept_program(
-    owner: Any, function: Callable[..., Any], what: str, donate: tuple[str, ...], backend: str, of: Any = None
-) -> Callable[..., Any]:
-    make = partial(jit, function, donate, BUCKETS, backend, watch=partial(capturing, what))
-    return _kept(owner, (what, backend, of), make)
-
-
-def named_draft(model: Model, name: str | Path, params: Any) -> Draft:
-    """`fm.draft(model, name)`, the same one each time: what is captured of it is kept with it.
-
-    Parameters of its own come in the dtype of the model's, and where they are.
-    """
-    if name == "mtp":
-        return _kept(model, ("draft", name), lambda: make_draft(model, name))
-    directory, like = directory_of_draft(name), params.embed.weight
-    key = ("draft", str(directory), like.dtype, like.device)
-    return _kept(model, key, lambda: make_draft(model, name, like.dtype, like.device))
-
-
-_KEEPING = threading.RLock()
-
-
-class _Kept(dict[Any, Any]):
-    """Captured functions by what they are. A copy of their owner, or a pickled one, begins without any."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Kept, ()
-
-
-def _kept(owner: Any, key: Any, make: Callable[[], T]) -> T:
-    """What `owner` keeps under `key`, made now if there is nothing yet."""
-    # Not in a table of ours: captured functions hold their model, which no weak reference would ever lose then.
-    # An object without a dictionary of its own keeps nothing.
-    kept = getattr(owner, "__dict__", {}).setdefault("_captured", _Kept())
-    with _KEEPING:
-        found = kept.pop(key) if key in kept else make()
-        kept[key] = found  # the newest last
-        if len(kept) > MOST_KEPT:
-            del kept[next(iter(kept))]
-    return found
+            return Programs(model, step, captured)
+        extend = made(draft.extend, "a prefill of the draft", "state")
+        run = made(Round(model, draft).run, "a round", "state", "drafted")
+        return Programs(model, step, captured, draft, steps, extend, run)

@@ -24,17 +24,13 @@ PATIENCE = 1.0
 
 def _status(what: str) -> AbstractContextManager[object]:
     console = _terminal()
-    return console.status(_capturing(what)) if console.is_terminal else nullcontext()
+    return console.status(f"capturing {what} ...") if console.is_terminal else nullcontext()
 
 
 def _terminal() -> Console:
     from rich.console import Console
 
     return Console(stderr=True)
-
-
-def _capturing(what: str) -> str:
-    return f"capturing {what}; kept for the next call ..."
 
 
 WATCH: ContextVar[Callable[[str], AbstractContextManager[object]]] = ContextVar("watch", default=_status)
@@ -89,7 +85,7 @@ class _Bar:
     @contextmanager
     def capturing(self, what: str) -> Iterator[None]:
         """Say what is captured for as long as it takes; that time is not the tokens'."""
-        self.progress.update(self.task, description=_capturing(what))
+        self.progress.update(self.task, description=f"capturing {what} ...")
         self.progress.start()
         before = time.monotonic()
         yield

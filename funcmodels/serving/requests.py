@@ -1,17 +1,18 @@
-"""Requests and what becomes of them: the values that `generate` and `serve` take and give, and a request's progress."""
+"""Requests and what becomes of them: the values that `generate` and `serve` take and give."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal
 
-from ..checkpoint.text import TextStream
-from ..model import at_least_one
+from ..checkpoint.text import TextStream, special_ids
+from ..model import Model, at_least_one
 from ..sampling.settings import Sampling
 
+Prompt = Sequence[int] | str
 FinishReason = Literal["length", "eos", "stop", "no_choice"]
 """Why a row ended. "no_choice" says that no token could be chosen: the largest logit, after bias and penalties, is NaN
 or infinite, as with broken parameters, or where every token is forbidden. It ends that row alone."""
@@ -56,9 +57,8 @@ class Result:
     `tokens` are all new tokens, those of the end included. `text` is theirs up to the end-of-text token or the stop
     string, both left out, and None without a tokenizer. `rounds` counts the forwards of the model after prefill.
     `accepted[i]` of them took the draft of place i (0 is the first): one number for each of `draft_steps`, zeros where
-    prefill was all that ran; without a draft it is empty. `shared_tokens` of
-    the `prompt_tokens` were not run for this prompt: another one that begins alike had run them. `number` is what its
-    noise was keyed by: a `Request` with it gives these tokens again.
+    prefill was all that ran; without a draft it is empty. `shared_tokens` of the `prompt_tokens` were not run for this
+    prompt: another one that begins alike had run them. `number` keyed its noise: a `Request` with it repeats `tokens`.
     """
 
     tokens: list[int]
@@ -113,106 +113,85 @@ def _check_number(given: Any) -> None:
 
 def strings(given: Any) -> tuple[str, ...] | None:
     """What is given as a tuple, None if it is no collection of strings."""
-    if not isinstance(given, Iterable):
-        return None
-    found = tuple(given)
+    found: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else (None,)
     return found if all(isinstance(one, str) for one in found) else None
 
 
-@dataclass
-class Row:
-    """A request that has a row of the state, or waits for one: how much of its prompt is in, and what came out so far.
+def requests_of(
+    model: Model,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    sampling: Sampling | Sequence[Sampling] = Sampling(),
+    eos: int | Sequence[int] | None = None,
+    stop: str | Sequence[str] = (),
+    numbers: Sequence[int] | None = None,
+) -> list[Request]:
+    """Prompts as `generate` takes them, checked and tokenised, as requests for `serve`."""
+    if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
+        raise ValueError("prompts is a list of prompts, each a string or a list of token ids; put one prompt in a list")
+    each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+    if len(each) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts and {len(each)} samplings were given; give one, or one a prompt")
+    ends = _eos(model, eos)
+    stops = (stop,) if isinstance(stop, str) else strings(stop)
+    if stops is None:
+        raise TypeError(f"stop must be a string or a list of strings, found {stop!r}; leave it out for none")
+    keyed = list(range(len(prompts)) if numbers is None else numbers)
+    if len(keyed) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts and {len(keyed)} numbers were given; give one a prompt")
+    return [
+        Request(_tokens(model, index, prompt), max_new_tokens, one, ends, stops, number)
+        for index, (prompt, one, number) in enumerate(zip(prompts, each, keyed, strict=True))
+    ]
 
-    `number` is its place among all. It begins from the first `start` tokens of its prompt, which prompt number `source`
-    runs, and stops on its own way at each of `holds`, where others begin.
-    """
 
-    number: int
-    request: Request
-    text: TextStream | None = None
-    source: int | None = None
-    start: int = 0
-    holds: tuple[int, ...] = ()
-    fed: int = 0
-    tokens: list[int] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)
-    rounds: int = 0
-    accepted: list[int] = field(default_factory=list)
-    reason: FinishReason | None = None
+def _tokens(model: Model, index: int, prompt: Prompt) -> tuple[int, ...]:
+    """The ids of a prompt; of an empty one, the id that begins texts, if there is one."""
+    tokenizer = model.tokenizer
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError(f"prompt {index} is a string, and this model has no tokenizer; give a list of token ids")
+        prompt = tokenizer.encode(prompt)
+    tokens = token_ids(f"prompt {index}", prompt)
+    if tokens:
+        return tokens
+    bos = tokenizer.bos if tokenizer is not None else next(iter(special_ids("bos", model.config_json)), None)
+    if bos is None:
+        raise ValueError(f"prompt {index} is empty, and the model has no bos_token_id to begin with; give a token")
+    return (bos,)
 
-    @property
-    def noise(self) -> int:
-        """What its noise is keyed by beside the seed."""
-        return self.number if self.request.number is None else int(self.request.number)
 
-    @property
-    def live(self) -> bool:
-        """Whether it has not ended."""
-        return self.reason is None
+def _eos(model: Model, eos: int | Sequence[int] | None) -> tuple[int, ...]:
+    if eos is None:
+        return special_ids("eos", model.config_json) if model.tokenizer is None else model.tokenizer.eos
+    return token_ids("eos", eos if isinstance(eos, Iterable) else [eos])
 
-    @property
-    def through(self) -> bool:
-        """Whether the whole prompt is in."""
-        return self.fed == len(self.request.prompt)
 
-    @property
-    def waits(self) -> bool:
-        """Whether the tokens that it begins from are not in yet."""
-        return self.fed < self.start
+def check_request(model: Model, index: int, request: Request) -> None:
+    """`ValueError` for a request that cannot be run to its end."""
+    vocab, room, prompt = model.config.vocab_size, model.config.max_position_embeddings, request.prompt
+    if not prompt:
+        raise ValueError(f"prompt {index} is empty; give at least one token")
+    outside = [token for token in prompt if not 0 <= token < vocab]
+    if outside:
+        raise ValueError(f"prompt {index} has token ids outside the vocabulary (0..{vocab - 1}): {outside[:10]}")
+    if len(prompt) + request.max_new_tokens > room:
+        raise ValueError(
+            f"prompt {index}: {len(prompt)} tokens and {request.max_new_tokens} new ones do not fit in the "
+            f"{room} positions of this model; shorten the prompt or lower max_new_tokens"
+        )
+    biased = [token for token, _ in request.sampling.logit_bias if token >= vocab]
+    if biased:
+        raise ValueError(
+            f"prompt {index}: logit_bias has token ids outside the vocabulary (0..{vocab - 1}): {biased[:10]}"
+        )
+    if "" in request.stop:
+        raise ValueError("a stop string is empty; leave it out")
+    if request.stop and text_of(model, request) is None:
+        raise ValueError(f"stop strings {list(request.stop)} need a tokenizer, and this model has none; use eos ids")
 
-    def feed(self, chunk: int) -> tuple[int, ...]:
-        """The next tokens of the prompt, at most `chunk`, from now on counted as in; none while it waits or is done."""
-        if self.waits or not self.live:
-            return ()
-        stop = next((at for at in self.holds if at > self.fed), len(self.request.prompt))
-        piece = self.request.prompt[self.fed : min(self.fed + chunk, stop)]
-        self.fed += len(piece)
-        return piece
 
-    def take(self, offered: Sequence[int]) -> Event:
-        """Take new tokens, up to the one that ends the row, or to a -1 in the place of one."""
-        known = len(self.tokens)
-        piece = ""
-        for token in offered:
-            if token < 0:
-                self.reason = "no_choice"
-            else:
-                self.tokens.append(token)
-                piece += self._read(token)
-            if self.reason is not None:
-                piece += self._end()
-                break
-        self.pieces.append(piece)
-        return Event(self.number, tuple(self.tokens[known:]), piece, self._result())
-
-    def count_round(self, accepted: Sequence[bool] = ()) -> None:
-        """Count a forward after prefill, and which of its drafts the row took."""
-        self.rounds += 1
-        self.accepted = [count + new for count, new in zip(self.accepted, accepted, strict=True)]
-
-    def _read(self, token: int) -> str:
-        """The text that is certain with `token`, and the reason to end if there is one."""
-        if token in self.request.eos:
-            self.reason = "eos"
-            return self.text.leave_out(token) if self.text is not None else ""
-        piece = self.text.push(token) if self.text is not None else ""
-        if self.text is not None and self.text.stopped:
-            self.reason = "stop"
-        elif len(self.tokens) == self.request.max_new_tokens:
-            self.reason = "length"
-        return piece
-
-    def _end(self) -> str:
-        """The text that was held back, if it holds no stop string."""
-        piece = self.text.finish() if self.text is not None else ""
-        if self.text is not None and self.text.stopped:
-            self.reason = "stop"
-        return piece
-
-    def _result(self) -> Result | None:
-        if self.reason is None:
-            return None
-        text = None if self.text is None else "".join(self.pieces)
-        prompt = len(self.request.prompt)
-        accepted = tuple(self.accepted)
-        return Result(self.tokens, text, self.reason, self.rounds, prompt, accepted, self.start, self.noise)
+def text_of(model: Model, request: Request) -> TextStream | None:
+    """What decodes the request's new tokens, if the model has a tokenizer that is installed."""
+    tokenizer = model.tokenizer
+    return TextStream(tokenizer, request.stop) if tokenizer is not None and tokenizer.available else None

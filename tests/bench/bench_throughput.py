@@ -1,4 +1,4 @@
-"""Throughput of a batch of prompts, as a server has it: `fm.serve` against transformers' `generate`, in one process.
+"""Throughput of a batch of prompts, as a server has it: `fm.Engine` against transformers' `generate`, in one process.
 
     python -m tests.bench.bench_throughput [--new 512] [--modes sampled greedy] [--backends eager inductor]
 
@@ -43,17 +43,17 @@ def theirs(model: Any, prompts: list[list[int]], new: int, sampled: bool) -> flo
     return (found.shape[1] - width) * len(prompts) / (time.thread_time() - start)
 
 
-def ours(model: fm.Model, params: Any, prompts: list[list[int]], new: int, sampled: bool, options: Any) -> list[float]:
+def ours(engine: fm.Engine, prompts: list[list[int]], new: int, sampled: bool) -> list[float]:
     """Seconds of capturing, tokens a second after it, tokens a round."""
     sampling = fm.Sampling(**SAMPLED, seed=1) if sampled else fm.Sampling()
     requests = [fm.Request(tuple(prompt), new, sampling) for prompt in prompts]
     start = time.perf_counter()
-    if options["backend"] is not None:
+    if engine.backend is not None:
         # As many rounds as show every program; a run that is left like this returns all it holds.
-        for _ in itertools.islice(fm.serve(model, params, requests, **options), 4 * len(prompts)):
+        for _ in itertools.islice(engine.serve(requests), 4 * len(prompts)):
             pass
     captured, begun = time.perf_counter() - start, time.thread_time()
-    results = [event.result for event in fm.serve(model, params, requests, **options) if event.result is not None]
+    results = [event.result for event in engine.serve(requests) if event.result is not None]
     seconds = time.thread_time() - begun
     tokens = sum(len(result.tokens) for result in results)
     return [captured, tokens / seconds, (tokens - len(results)) / sum(result.rounds for result in results)]
@@ -79,11 +79,12 @@ def main() -> None:
         base = theirs(reference, prompts, args.new, sampled)
         print(f"{mode}\n  {'transformers':<22}{base:8.0f} tokens/s", flush=True)
         for backend, draft in itertools.product(args.backends, (None, "mtp")):
-            options = {"draft": draft, "backend": None if backend == "eager" else backend, "rows": args.requests}
             weights = prepared if backend == "eager" else params
-            captured, speed, each = ours(model, weights, prompts, args.new, sampled, options)
+            compiled = None if backend == "eager" else backend
+            engine = fm.Engine(model, weights, draft, compiled, rows=args.requests)
+            captured, speed, each = ours(engine, prompts, args.new, sampled)
             name = f"{backend}{', drafted' if draft else ''}"
-            first = f"; captured in {captured:.0f} s" if options["backend"] else ""
+            first = f"; captured in {captured:.0f} s" if compiled else ""
             print(f"  {name:<22}{speed:8.0f} tokens/s {speed / base:6.2f}x; {each:.2f} a round{first}", flush=True)
 
 

@@ -14,7 +14,8 @@ import funcmodels as fm
 import lowering
 import params as trees
 from funcmodels.checkpoint.text import TextStream
-from funcmodels.serving.requests import Row
+from funcmodels.serving.prefixes import Share
+from funcmodels.serving.scheduler import Continuation, Offer
 from tests import tiny
 
 PROMPTS = [[5, 9, 200, 31, 7], [100], [17, 30, 44, 250, 81, 66, 3, 12, 90, 71, 33], [2, 2, 2], [301, 77], [8] * 20]
@@ -246,8 +247,9 @@ def test_a_stop_string_that_the_last_token_completes(
     assert tokenizer is not None
     half = [tiny.byte_ids("語")[0]] if "\ufffd" in stop[0] else [0]
     ids = [*tiny.byte_ids("ab"), *half]
-    row = Row(0, fm.Request((1,), len(ids), eos=eos, stop=stop), TextStream(tokenizer, stop))
-    result = row.take([*ids, 5]).result
+    request = fm.Request((1,), len(ids), eos=eos, stop=stop)
+    row = Continuation(0, request, Share(None, 0, ()), TextStream(tokenizer, stop))
+    result = row.take(Offer([*ids, 5])).result
     assert result is not None
     assert (result.tokens, result.text, result.finish_reason) == (ids, text, reason)
 

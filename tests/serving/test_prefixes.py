@@ -133,7 +133,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def unshared(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`unshared()`: from now on no prompt is seen to share anything."""
     alone: Any = lambda prompts, least: [Share(None, 0, ())] * len(prompts)  # noqa: E731
-    return lambda: monkeypatch.setattr("funcmodels.serving.loop.plan", alone)
+    return lambda: monkeypatch.setattr("funcmodels.serving.engine.plan", alone)
 
 
 @pytest.mark.parametrize("draft", [None, "mtp"])

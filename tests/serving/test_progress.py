@@ -63,13 +63,13 @@ def test_a_stream_takes_the_place_of_the_bar(loaded: tuple[fm.Model, Any], termi
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_captures_are_told(streamed: bool, terminal: io.StringIO, loaded: tuple[fm.Model, Any]) -> None:
-    """Once each: the next call says nothing of them."""
-    model = fm.build(loaded[0].config_json)
-    options: dict[str, Any] = {"eos": (), "backend": "fx", "stream": (lambda event: None) if streamed else None}
-    fm.generate(model, loaded[1], [[1]], 2, **options)
+    """Once each: the engine's next call says nothing of them."""
+    engine = fm.Engine(*loaded, backend="fx")
+    options: dict[str, Any] = {"eos": (), "stream": (lambda event: None) if streamed else None}
+    engine.generate([[1]], 2, **options)
     assert any("capturing a step" in line for line in lines(terminal))
     before = len(terminal.getvalue())
-    fm.generate(model, loaded[1], [[2]], 2, **options)
+    engine.generate([[2]], 2, **options)
     assert "capturing" not in terminal.getvalue()[before:]
 
 
@@ -77,7 +77,7 @@ def test_what_is_no_terminal_shows_nothing(
     loaded: tuple[fm.Model, Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
-    fm.generate(fm.build(loaded[0].config_json), loaded[1], PROMPTS, 3, eos=(), backend="fx")
+    fm.generate(*loaded, PROMPTS, 3, eos=(), backend="fx")
     assert tuple(capfd.readouterr()) == ("", "")
 
 

@@ -9,9 +9,9 @@ import pickle
 import random
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -20,25 +20,39 @@ import torch
 import funcmodels as fm
 import lowering
 from funcmodels.serving import progress
-from funcmodels.serving.loop import NOBODY
-from funcmodels.serving.programs import Keys, Programs, settled
-from funcmodels.serving.requests import Row
+from funcmodels.serving.prefixes import Share
+from funcmodels.serving.programs import Keys, Programs
+from funcmodels.serving.runner import settled
+from funcmodels.serving.scheduler import NOBODY, Continuation
 from params import tree
 from params.tree import tree_map
 from tests import tiny
 from tests.serving.test_generate_drafted import PENALTIES, PROMPTS, SAMPLED, outcome, scripted
 
 Loaded = tuple[fm.Model, Any]
+Engines = Callable[..., fm.Engine]
 PAGE = 16
 ROOM = 48
 """Tokens that the longest request of every test fills: states of one shape, programs for one."""
-KEPT: dict[str, Any] = {"eos": (), "rows": 3, "page_size": PAGE, "chunk": 16}
+SIZES: dict[str, Any] = {"rows": 3, "page_size": PAGE, "chunk": 16}
+KEPT: dict[str, Any] = {"eos": (), **SIZES}
 
 
 @pytest.fixture(scope="module")
 def loaded() -> Loaded:
-    """A random model with a random head; what is captured of it serves all tests here."""
+    """A random model with a random head."""
     return fresh()
+
+
+@pytest.fixture(scope="module")
+def engines(loaded: Loaded) -> Engines:
+    """`engines(**options)`: the one of the model with these options; what it captures serves all tests here."""
+    made: dict[str, fm.Engine] = {}
+
+    def engine(**options: Any) -> fm.Engine:
+        return made.setdefault(repr(sorted(options.items())), fm.Engine(*loaded, **{**SIZES, **options}))
+
+    return engine
 
 
 def fresh() -> Loaded:
@@ -64,7 +78,7 @@ def captures() -> Iterator[Counter[str]]:
         progress.WATCH.reset(token)
 
 
-def requests_of(draw: random.Random, sampling: list[fm.Sampling], count: int, loaded: Loaded) -> list[fm.Request]:
+def requests_of(draw: random.Random, sampling: list[fm.Sampling], count: int, engine: fm.Engine) -> list[fm.Request]:
     """Prompts of many lengths, some of which meet an end; one fills the room that all tests have."""
     lengths = [draw.choice([1, 2, 5, 9, 16, 17, 25]) for _ in range(count)]
     lengths.insert(draw.randrange(count), 28)
@@ -77,36 +91,35 @@ def requests_of(draw: random.Random, sampling: list[fm.Sampling], count: int, lo
         )
         for at, length in enumerate(lengths)
     ]
-    ends = tuple(draw.choice(result.tokens[1:]) for result in draw.sample(served(loaded, requests), 2))
+    ends = tuple(draw.choice(result.tokens[1:]) for result in draw.sample(served(engine, requests), 2))
     return [replace(request, eos=ends) for request in requests]
 
 
-def served(loaded: Loaded, requests: list[fm.Request], **options: Any) -> list[fm.Result]:
+def served(engine: fm.Engine, requests: list[fm.Request]) -> list[fm.Result]:
     """Results in the order of the requests."""
-    found = {event.request: event.result for event in fm.serve(*loaded, requests, **options) if event.result}
+    found = {event.request: event.result for event in engine.serve(requests) if event.result}
     return [found[number] for number in range(len(requests))]
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(2, 6))])
 @pytest.mark.parametrize("kind", ["greedy", pytest.param("sampled", marks=pytest.mark.sweep), "mixed"])
-def test_captured_tokens_are_the_plain_ones(seed: int, kind: str, loaded: Loaded) -> None:
+def test_captured_tokens_are_the_plain_ones(seed: int, kind: str, engines: Engines) -> None:
     """Prompts that come and go at random, with and without a draft; each program is captured once for all of them."""
     draw = random.Random(f"{seed} {kind}")
     settings = {"greedy": [fm.Sampling()], "sampled": [SAMPLED], "mixed": [SAMPLED, fm.Sampling()]}[kind]
-    requests = requests_of(draw, settings, draw.randint(5, 9), loaded)
-    sizes: dict[str, Any] = {"page_size": PAGE, "chunk": 16}
-    right = served(loaded, requests, rows=len(requests), page_size=128)
+    requests = requests_of(draw, settings, draw.randint(5, 9), engines())
+    right = served(engines(rows=len(requests), page_size=128, chunk=512), requests)
     assert {result.finish_reason for result in right} == {"length", "eos"}
-    assert outcome(served(loaded, requests, rows=2, **sizes)) == outcome(right)
+    assert outcome(served(engines(rows=2), requests)) == outcome(right)
     with captures() as first:
-        plain = served(loaded, requests, rows=3, backend="fx", **sizes)
-        drafted = served(loaded, requests, rows=3, backend="fx", draft="mtp", **sizes)
+        plain = served(engines(backend="fx"), requests)
+        drafted = served(engines(backend="fx", draft="mtp"), requests)
     assert outcome(plain) == outcome(drafted) == outcome(right)
     assert [x.rounds for x in plain] == [x.rounds for x in right]
     assert first["a round"] <= 1 + (kind == "mixed")
     with captures() as second:
         order = list(range(len(requests)))[::-1]
-        again = served(loaded, [requests[at] for at in order], rows=3, backend="fx", draft="mtp", **sizes)
+        again = served(engines(backend="fx", draft="mtp"), [requests[at] for at in order])
     assert outcome(again) == [outcome(right)[at] for at in order]
     assert not second["a round"] or kind == "mixed"
     assert second["a step"] <= 1, "another order of prompts may meet another bucket, and nothing else"
@@ -115,21 +128,21 @@ def test_captured_tokens_are_the_plain_ones(seed: int, kind: str, loaded: Loaded
 def test_few_sizes_of_states_and_settings_are_captured() -> None:
     """Calls of other lengths, settings and numbers of prompts replay what there is."""
     draw, loaded = random.Random(3), fresh()
+    engine = fm.Engine(*loaded, "mtp", "fx", **SIZES)
     with captures() as found:
         for count, new, top_k in ((7, 34, 40), (6, 38, 61), (3, 36, 33)):
             prompts = [[draw.randrange(tiny.VOCAB) for _ in range(draw.randint(2, 5))] for _ in range(count)]
             kinds = [fm.Sampling(0.7, top_k), fm.Sampling(0.9, top_p=0.9), fm.Sampling(1.2, top_k - 9, min_p=0.01)]
             each = [replace(kinds[at % 3], seed=at) for at in range(count)]
-            given: dict[str, Any] = {"sampling": each, "draft": "mtp", **KEPT}
-            captured = fm.generate(*loaded, prompts, new, backend="fx", **given)
-            assert outcome(captured) == outcome(fm.generate(*loaded, prompts, new, **given))
+            captured = engine.generate(prompts, new, each, ())
+            assert outcome(captured) == outcome(fm.generate(*loaded, prompts, new, "mtp", sampling=each, **KEPT))
     assert found == {"a step": 1, "a prefill of the draft": 1, "a round": 1}
 
 
 @pytest.mark.parametrize("draft", [None, "mtp"])
-def test_penalties_in_captured_rounds(draft: str | None, loaded: Loaded) -> None:
-    right = fm.generate(*loaded, PROMPTS, 14, sampling=PENALTIES, **KEPT)
-    found = fm.generate(*loaded, PROMPTS, 14, sampling=PENALTIES, backend="fx", draft=draft, **KEPT)
+def test_penalties_in_captured_rounds(draft: str | None, engines: Engines) -> None:
+    right = engines().generate(PROMPTS, 14, PENALTIES, ())
+    found = engines(backend="fx", **{"draft": draft} if draft else {}).generate(PROMPTS, 14, PENALTIES, ())
     assert outcome(found) == outcome(right)
 
 
@@ -154,11 +167,14 @@ def test_stop_strings_and_ends_in_captured_rounds(tmp_path: Any) -> None:
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_step_leaves_the_length_of_nobodys_rows_alone(captured: bool, loaded: Loaded) -> None:
     model, params = loaded
-    rows = [Row(3, fm.Request((5, 6), 4)), NOBODY, Row(8, fm.Request((7,), 4, SAMPLED))]
+    alone = Share(None, 0, ())
+    rows = [
+        Continuation(3, fm.Request((5, 6), 4), alone), NOBODY, Continuation(8, fm.Request((7,), 4, SAMPLED), alone)
+    ]  # fmt: skip
     state = model.init_state(3, 3 * PAGE, page_size=PAGE)
     _, state = model.forward(params, state, fm.Batch.from_lists([[5, 6], [], [7]], state))
     keys = Keys.of(rows, [SAMPLED, fm.Sampling()], torch.device("cpu"))
-    step = Programs.of(model, None, "fx" if captured else None).step
+    step = Programs.of(model, backend="fx" if captured else None).step
     drawn, _, new = step(params, state, fm.Batch.from_lists([[1], [0], [2]], state), keys)
     assert new.lengths.tolist() == [3, 0, 2]
     state = settled(new, [3, 0, 2])
@@ -169,12 +185,11 @@ def test_a_step_leaves_the_length_of_nobodys_rows_alone(captured: bool, loaded: 
         assert drawn[row] == fm.sample(out.logits[-1:], sampling, *given)[0]
 
 
-def test_two_runs_at_a_time_share_programs(loaded: Loaded) -> None:
+def test_two_runs_at_a_time_share_programs(engines: Engines) -> None:
     """What is captured keeps nothing of a run: another may go on between any two of its rounds."""
     both = [[fm.Request(tuple(prompt), 14, one) for prompt in PROMPTS] for one in (fm.Sampling(), SAMPLED)]
-    sizes: dict[str, Any] = {"rows": 3, "page_size": PAGE, "chunk": 16, "draft": "mtp"}
-    right = [served(loaded, requests, **sizes) for requests in both]
-    runs = [fm.serve(*loaded, requests, backend="fx", **sizes) for requests in both]
+    right = [served(engines(draft="mtp"), requests) for requests in both]
+    runs = [engines(backend="fx", draft="mtp").serve(requests) for requests in both]
     found: list[dict[int, fm.Result]] = [{}, {}]
     for pair in itertools.zip_longest(*runs):
         for results, event in zip(found, pair, strict=True):
@@ -235,21 +250,26 @@ def test_mistakes_with_backends(loaded: Loaded) -> None:
         fm.generate(*loaded, PROMPTS, 3, draft=draft, backend="fx", **KEPT)
 
 
-def test_what_is_captured_goes_with_its_model() -> None:
+def test_what_is_captured_goes_with_its_engine() -> None:
+    """Nothing is left in the model, which stays a record, or in the draft."""
     model, params = fresh()
-    fm.generate(model, params, [[1, 2]], 2, backend="fx", draft="mtp")
-    twin = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    assert twin == (model, model)
-    gone = [weakref.ref(x) for x in (model, params, params.embed.weight)]
+    draft = fm.draft(model, "mtp")
+    with captures() as found:
+        engines = [fm.Engine(model, params, draft, "fx") for _ in range(2)]
+        results = [engine.generate([[1, 2]], 2, eos=()) for engine in (*engines, engines[0])]
+    assert results[0] == results[1] == results[2]
+    assert found["a step"] == found["a round"] == 2, "once for each"
+    for record in (model, draft):
+        assert set(vars(record)) == {field.name for field in fields(record)}
+    assert (copy.deepcopy(model), pickle.loads(pickle.dumps(model))) == (model, model)
+    gone = [weakref.ref(x) for x in (*engines, params, params.embed.weight, model)]
+    engines.clear()
     del params
     gc.collect()
-    assert [x() is None for x in gone] == [False, True, True], "programs hold no parameters"
-    del model
+    assert [x() is None for x in gone] == [True] * 4 + [False]
+    del model, draft, record
     gc.collect()
-    assert gone[0]() is None
-    with captures() as found:
-        fm.generate(twin[0], fresh()[1], [[1, 2]], 1, backend="fx")
-    assert found["a step"] == 1, "a copy begins without programs"
+    assert gone[-1]() is None
 
 
 @pytest.mark.compile
@@ -258,10 +278,10 @@ def test_what_is_captured_goes_with_its_model() -> None:
 @pytest.mark.parametrize("draft", [None, pytest.param("mtp", marks=pytest.mark.sweep)])
 def test_compiled_rounds_give_the_plain_tokens(draft: str | None, loaded: Loaded) -> None:
     prompts = [prompt[:7] for prompt in PROMPTS]
-    given: dict[str, Any] = {"eos": (), "rows": 2, "page_size": 8, "chunk": 4}
-    right = outcome(fm.generate(*loaded, prompts, 9, **given))
+    given: dict[str, Any] = {"rows": 2, "page_size": 8, "chunk": 4}
+    right = outcome(fm.generate(*loaded, prompts, 9, eos=(), **given))
+    engine = fm.Engine(*loaded, draft, "inductor", **given)
     with captures() as found:
         for order in (slice(None), slice(None, None, -1)):
-            results = fm.generate(*loaded, prompts[order], 9, draft=draft, backend="inductor", **given)
-            assert outcome(results) == right[order]
+            assert outcome(engine.generate(prompts[order], 9, eos=())) == right[order]
     assert found == ({"a step": 1, "a prefill of the draft": 1, "a round": 1} if draft else {"a step": 2})

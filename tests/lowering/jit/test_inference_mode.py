@@ -83,9 +83,10 @@ def test_generation_inside_and_outside(backend: str | None, draft: str | None) -
     model, params = small()
     options: dict[str, Any] = {"draft": draft, "backend": backend, "page_size": 4}
     right = [result.tokens for result in fm.generate(model, params, LISTS, 5, eos=())]
+    engine = fm.Engine(model, params, **options)
     for mode in (True, False, True):
         with torch.inference_mode(mode):
-            assert [result.tokens for result in fm.generate(model, params, LISTS, 5, eos=(), **options)] == right
+            assert [result.tokens for result in engine.generate(LISTS, 5, eos=())] == right
     with torch.inference_mode():
         events = fm.serve(model, params, [fm.Request(tuple(prompt), 5) for prompt in LISTS], rows=1, **options)
     assert sum(len(event.tokens) for event in events) == 10

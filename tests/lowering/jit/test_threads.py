@@ -1,4 +1,4 @@
-"""One model, one function, one pool of pages in many threads at once: the values of one thread."""
+"""One engine, one function, one pool of pages in many threads at once: the values of one thread."""
 
 from __future__ import annotations
 
@@ -71,18 +71,16 @@ def at_once(work: Callable[[int], T], each_line: bool = False, count: int = THRE
         return [one.result() for one in running]
 
 
-def test_threads_that_generate_with_one_model_capture_and_replay_what_one_does() -> None:
+def test_threads_that_generate_with_one_engine_capture_and_replay_what_one_does() -> None:
     """All of them begin with nothing captured, and go through the same programs."""
     model = fm.build(SMALL)
-    params = model.init_params()
+    plain, captured = (fm.Engine(model, model.init_params(), backend=one, page_size=4) for one in (None, "fx"))
 
-    def tokens(number: int, backend: str | None) -> list[list[int]]:
+    def tokens(number: int, engine: fm.Engine) -> list[list[int]]:
         prompts = [[1 + (number * 7 + at) % 60, 5] for at in range(REQUESTS)]
-        results = fm.generate(model, params, prompts, 2, rows=8, page_size=4, eos=(), backend=backend)
-        return [result.tokens for result in results]
+        return [result.tokens for result in engine.generate(prompts, 2, eos=())]
 
-    captured = at_once(lambda number: tokens(number, "fx"))
-    assert captured == [tokens(number, None) for number in range(THREADS)]
+    assert at_once(lambda number: tokens(number, captured)) == [tokens(number, plain) for number in range(THREADS)]
 
 
 @pytest.mark.compile

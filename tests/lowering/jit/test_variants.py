@@ -19,8 +19,10 @@ import funcmodels as fm
 import lowering
 import params as trees
 from funcmodels.drafts.named import BlockParams, DFlashDraft, DSparkDraft, read_config, with_context
+from funcmodels.serving.prefixes import Share
 from funcmodels.serving.programs import Keys
-from funcmodels.serving.requests import Request, Row
+from funcmodels.serving.requests import Request
+from funcmodels.serving.scheduler import Continuation
 from lowering import npu_reference
 from tests.lowering.jit.npu_double import Double
 from tests.lowering.jit.npu_models import Made, made, on
@@ -107,7 +109,8 @@ def captured(kind: str, backend: str) -> Any:
 
 def keys_of(settings: list[fm.Sampling], draw: random.Random) -> Keys:
     """What the host makes of rows with these settings, each with a seed and a number of its own."""
-    rows = [Row(draw.randrange(99), Request((1,), 9, replace(one, seed=draw.randrange(99)))) for one in settings]
+    keyed = [(draw.randrange(99), replace(one, seed=draw.randrange(99))) for one in settings]
+    rows = [Continuation(number, Request((1,), 9, one), Share(None, 0, ())) for number, one in keyed]
     every = EVERY if GREEDY in settings else EVERY[1:]  # as where no row of a call is greedy
     return Keys.of(rows, every, torch.device("cpu"))
 
