@@ -17,6 +17,8 @@ from . import __version__
 DTYPES = ("bfloat16", "float16", "float32")
 TARGETS = ("cpu", "cuda", "ascend910b", "ascend910_93", "ascend950")
 """Named in `--help`; a test holds them against `lowering.TARGETS`."""
+EVIDENCE = ("documented", "in use", "stated")
+"""Likewise, against those of `lowering.Policy`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +77,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=DTYPES, help="of the parameters (default: as stored)")
     parser.add_argument(
-        "--recurrent-dtype", choices=DTYPES, default="float32", help="of delta-rule states (default float32)"
+        "--recurrent-dtype", choices=DTYPES, help="of delta-rule states (default: as the target's kernels take them)"
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
@@ -111,11 +113,17 @@ def _add_lower(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", required=True, action="append", metavar="NAME", help=f"{', '.join(TARGETS)}; twice to compare"
     )
+    parser.add_argument(
+        "--cann", metavar="VERSION", help="CANN of Ascend targets, as 9.0.0 (default: see docs/ascend.md)"
+    )
+    parser.add_argument(
+        "--evidence", choices=EVIDENCE, help="the least that must speak for a fused operator (default: 'in use')"
+    )
     parser.add_argument("--rows", type=int, default=1, help="rows of both batches (default 1)")
     parser.add_argument("--tokens", type=int, default=128, help="a row: prefilled, then held in decoding (default 128)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the parameters (default bfloat16)")
     parser.add_argument(
-        "--recurrent-dtype", choices=DTYPES, default="float32", help="of delta-rule states (default float32)"
+        "--recurrent-dtype", choices=DTYPES, help="of delta-rule states (default: as the target's kernels take them)"
     )
     parser.add_argument(
         "--quantize",

@@ -20,6 +20,7 @@ import lowering
 import params as checkpoints
 from lowering import CaptureError, LoweringError, Report, Sheet
 from lowering.detect import device_named
+from lowering.target import named
 
 from .checkpoint.loading import load, open_checkpoint, without_weights
 from .checkpoint.parallel import ranks_of, started
@@ -210,22 +211,19 @@ def _inspect(args: argparse.Namespace) -> int:
 def _lower(args: argparse.Namespace) -> int:
     if args.tokens < 1:
         raise ValueError(f"--tokens must be at least 1, found {args.tokens}")
-    dtypes: dict[str, Any] = {"dtype": _dtype(args.dtype), "recurrent_dtype": _dtype(args.recurrent_dtype)}
     schemes = dict(args.quantize)
     if len(schemes) < len(args.quantize):
         raise ValueError(f"--quantize names a pattern twice: {', '.join(pattern for pattern, _ in args.quantize)}")
     if args.html is not None:
         _check_page(Path(args.html))
-    model, params = without_weights(args.model, dtypes["dtype"], schemes)
+    model, params = without_weights(args.model, _dtype(args.dtype) or torch.bfloat16, schemes)
     if args.tokens > model.config.max_position_embeddings:
         raise ValueError(f"--tokens {args.tokens}: the model takes {model.config.max_position_embeddings} at most")
-    targets = list(dict.fromkeys(args.target))
-    names = ", ".join(targets)
+    machines = [named(name, cann=args.cann) for name in dict.fromkeys(args.target)]
+    names = ", ".join(map(str, machines))
     sheets = []
     for phase, tokens, held in (("decode", 1, args.tokens), ("prefill", args.tokens, 0)):
-        state = _holding(held, model.init_state(args.rows, held + tokens, **dtypes, device="meta"))
-        batch = Batch.from_lists([[0] * tokens] * args.rows, state)
-        lowered = [lowering.lower(model.forward, params, state, batch, target=name) for name in targets]
+        lowered = [_lowered(model, params, args, machine, tokens, held) for machine in machines]
         title = f"{phase}, {args.rows} x {tokens} tokens, {args.dtype}, {names}, rows that hold {held}"
         sheets.append(lowering.compared(lowered, title))
         sheets[-1].show(Console())
@@ -233,6 +231,17 @@ def _lower(args: argparse.Namespace) -> int:
         Path(args.html).write_text(lowering.page(f"{args.model} lowered to {names}", sheets), encoding="utf-8")
         print(f"\nwritten to {args.html}", file=sys.stderr)
     return 0
+
+
+def _lowered(
+    model: Model, params: Any, args: argparse.Namespace, target: lowering.Target, tokens: int, held: int
+) -> lowering.Lowered:
+    """A forward of `tokens` in each row beside `held` ones, with a state as `init_state` makes it on the target."""
+    dtypes: dict[str, Any] = {"dtype": _dtype(args.dtype), "recurrent_dtype": _dtype(args.recurrent_dtype)}
+    with lowering.use(target=target, evidence=args.evidence):
+        state = _holding(held, model.init_state(args.rows, held + tokens, **dtypes, device="meta"))
+        batch = Batch.from_lists([[0] * tokens] * args.rows, state)
+        return lowering.lower(model.forward, params, state, batch)
 
 
 def _check_page(path: Path) -> None:

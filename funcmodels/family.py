@@ -33,7 +33,7 @@ class Family:
     `layouts` are those of pages that `init_entries` can be asked for. `heads` are the config's fields that count what
     ranks share: each computes with its own part of them. `claims` tells a config of the family that calls itself by
     another family's type. With `scales_embeddings` the model multiplies what it looks up, so that what a draft would
-    read of the table is not known.
+    read of the table is not known. With `decays_channels` the delta rule has a decay a channel, not one a head.
     """
 
     model_types: tuple[str, ...]
@@ -47,6 +47,7 @@ class Family:
     heads: tuple[str, ...] = ("num_attention_heads", "num_key_value_heads")
     claims: Callable[[Mapping[str, Any]], bool] | None = None
     scales_embeddings: bool = False
+    decays_channels: bool = False
 
 
 def by_model_type(families: Iterable[Family]) -> dict[str, Family]:

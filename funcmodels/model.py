@@ -17,6 +17,7 @@ import params as checkpoints
 from lowering import ops
 from lowering.detect import device_named
 from lowering.jit.tape import beforehand
+from lowering.ops.delta import kept_in
 from params.errors import ConfigError
 from params.guarded import check_plain
 from params.modes import lasting
@@ -121,7 +122,8 @@ class Model:
         """A state of `rows` empty rows, each of at most `max_len` tokens.
 
         `dtype` is that of pages and convolution windows (the default dtype if None), `recurrent_dtype` that of
-        delta-rule matrices (float32 if None); both are float64 by default where the model was loaded so. `pages` makes
+        delta-rule matrices (if None float32, unless the target's fused delta rule takes bfloat16 alone); both are
+        float64 by default where the model was loaded so. `pages` makes
         a shared pool of that many pages of `page_size` tokens; by default every row owns enough for `max_len`. A
         `checked` state also looks up that its pages hold its own tokens, at the price of a host read a forward.
         `layout` is that of pages of latents, "nd" for plain and "nz" for Ascend's tiled ones; by default it follows the
@@ -137,7 +139,8 @@ class Model:
             at_least_one(f"init_state: pages of {rows} rows of max_len={max_len} tokens", pages, MOST_PAGES)
         pool = PagePool(pages, owned)
         wide = torch.float64 if self.dtype == torch.float64 else None
-        kinds = (dtype or wide or torch.get_default_dtype(), recurrent_dtype or wide or torch.float32)
+        dtype = dtype or wide or torch.get_default_dtype()
+        kinds = (dtype, recurrent_dtype or wide or self._recurrent_dtype(dtype, device))
         for kind in kinds:
             if not isinstance(kind, torch.dtype):
                 raise TypeError(f"init_state: dtype and recurrent_dtype must be a torch.dtype, found {kind!r}")
@@ -149,6 +152,9 @@ class Model:
             layers, rows=rows, max_len=max_len, page_size=page_size, pool=pool, vocab=self.config.vocab_size,
             device=device, checked=checked,
         )  # fmt: skip
+
+    def _recurrent_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        return kept_in(dtype, device, of_channels=self.family.decays_channels)
 
     def _known_layout(self, layout: str) -> str:
         if layout not in self.family.layouts:

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,8 +25,11 @@ from rich.console import Console
 from . import detect
 from . import target as targets
 from .ascend_compiler import packages
-from .check.device import Checked
+from .cache import keep
+from .check import probe
+from .check.device import Checked, planned
 from .check.journal import Journal, supervise, work
+from .check.programs import KERNELS, PROGRAMS
 from .dryrun.stubs import stubs
 from .dryrun.wheel import fetch
 from .errors import LoweringError
@@ -64,8 +69,12 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", help="with --device cpu: rehearse the check of an Ascend through CPU references of its operators"
     )
+    parser.add_argument("--cann", metavar="VERSION", help="with --target: the CANN whose host code checks each call")
     parser.add_argument("--only", action="append", default=[], metavar="OP", help="an op; several times for several")
     parser.add_argument("--output", default="lowering-check", metavar="STEM", help="of STEM.html, .json and .jsonl")
+    parser.add_argument(
+        "--probe", action="store_true", help="one small call an operator instead, kept so that kernels are chosen by it"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the journal of STEM.jsonl")
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="after which a kernel hangs (default 600)"
@@ -101,8 +110,10 @@ def _check(args: argparse.Namespace) -> int:
         return _work(args, journal)
     journal.path.open("a" if args.resume else "w", encoding="utf-8").close()
     command = [sys.executable, "-X", "faulthandler", "-m", "lowering", "check", "--worker", f"--output={stem}"]
-    named = (("device", [args.device]), ("target", [args.target]), ("only", args.only), ("import", args.modules))
+    named = [(name, [getattr(args, name)]) for name in ("device", "target", "cann")]
+    named += [("only", args.only), ("import", args.modules)]
     command += [f"--{option}={value}" for option, values in named for value in values if value is not None]
+    command += ["--probe"] * args.probe
     told = _Told()
     try:
         code = supervise(command, journal, args.timeout, told)
@@ -112,6 +123,8 @@ def _check(args: argparse.Namespace) -> int:
     if found is None:
         return code or 1  # the process has said why
     told.end(found)
+    if args.probe:
+        return _keep(found, args, stem) or code or 0
     _report(found, stem)
     if len(found.outcomes) < found.planned:
         print("not finished; the same command with --resume goes on", file=sys.stderr)
@@ -123,8 +136,34 @@ def _work(args: argparse.Namespace, journal: Journal) -> int:
     for name in args.modules:
         importlib.import_module(name)
     device = _device(args.device)
-    target = detect.of_device(device) if args.target is None else _rehearsed(args.target, device)
-    return work(journal, device, target, args.only)
+    if args.cann is not None and args.target is None:
+        raise LoweringError(f"--cann {args.cann} is for --target NAME; the CANN of a device is that of the device")
+    target = detect.of_device(device) if args.target is None else _rehearsed(args.target, args.cann, device)
+    target = replace(target, failed=())  # what failed once is tried again
+    if args.probe and target.device != "npu":
+        raise LoweringError(f"--probe tries operators of Ascend; target is {target}, whose kernels call Torch's own")
+    if args.probe:
+        return work(journal, device, target, probe.trials(device, target), probing=True)
+    models = {program.model for program in PROGRAMS}
+    kernels = planned(device, target, [name for name in args.only if name not in models])
+    wanted = [program for program in PROGRAMS if not args.only or program.model in args.only]
+    return work(journal, device, target, [*(kernels if set(args.only) - models or not args.only else []), *wanted])
+
+
+def _keep(found: Checked, args: argparse.Namespace, stem: Path) -> int:
+    """Show what a probe found and keep it for `detect`, unless it was a rehearsal; 1 where an operator failed."""
+    result = probe.result(found.outcomes)
+    target = targets.named(found.environment["target"], cann=found.environment.get("CANN"))
+    shown = probe.sheet(result, target)
+    shown.show(Console())
+    html = stem.with_name(f"{stem.name}.html")
+    html.write_text(page("lowering check --probe", [shown, found.environment_sheet()]), encoding="utf-8")
+    if "SoC" not in found.environment:
+        print(f"a rehearsal: nothing is kept but {html}", file=sys.stderr)
+    else:
+        versions = found.environment["torch_npu"], found.environment.get("CANN", "unknown")
+        print(f"kept in {keep(result, found.environment['SoC'], *versions)}; see {html}", file=sys.stderr)
+    return 1 if result.failed else 0
 
 
 def _report(found: Checked, stem: Path) -> None:
@@ -133,7 +172,9 @@ def _report(found: Checked, stem: Path) -> None:
     json.write_text(found.json(), encoding="utf-8")
     sheets = [found.sheet(), found.environment_sheet(), found.details()]
     html.write_text(page("lowering check", sheets), encoding="utf-8")
-    print(f"\nfor a bug report: {html}, {json}", file=sys.stderr)
+    print(f"\nto send back, or for a bug report: {html} and {json}", file=sys.stderr)
+    if not any(outcome.kernel == KERNELS for outcome in found.outcomes):
+        print("no model was run; --import funcmodels.testing.programs brings small ones", file=sys.stderr)
 
 
 class _Told:
@@ -151,7 +192,8 @@ class _Told:
             words = outcome.failed or f"error {outcome.error:.2g}, bound {outcome.bound:.2g}"
             print(f"{outcome.op}: {outcome.kernel}: {outcome.case}, {outcome.dtype}: {words}", file=sys.stderr)
         self.failed = len(failed)
-        how_far = f"{len(found.outcomes)} of {found.planned} checked, {len(failed)} failed"
+        left = f"about {_minutes(found)} min left"
+        how_far = f"{len(found.outcomes)} of {found.planned} checked, {len(failed)} failed, {left}"
         if self.terminal:
             print(f"\r\033[K{how_far}", end="\r", file=sys.stderr, flush=True)
         elif time.monotonic() - self.last >= TOLD:
@@ -165,6 +207,17 @@ class _Told:
         print(file=sys.stderr)
 
 
+EACH, A_MODEL = 0.06, 5.0
+"""Seconds that a kernel on a case, and a model in a phase, take: most of it for the exact values, on one processor."""
+
+
+def _minutes(found: Checked) -> int:
+    """An estimate from counts, models being run last; a captured graph or a slow driver may take longer."""
+    left = found.planned - len(found.outcomes)
+    models = min(left, found.models)
+    return math.ceil((EACH * (left - models) + A_MODEL * models) / 60)
+
+
 def _device(name: str | None) -> torch.device:
     if name is None:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -175,8 +228,8 @@ def _device(name: str | None) -> torch.device:
         raise LoweringError(f"device {name!r} cannot be used here: {error}") from error
 
 
-def _rehearsed(name: str, device: torch.device) -> targets.Target:
-    target = targets.named(name)
+def _rehearsed(name: str, cann: str | None, device: torch.device) -> targets.Target:
+    target = targets.named(name, cann=cann)
     if device.type != "cpu":
         raise LoweringError(f"--target {name} is for --device cpu; on {device} the target is that of the device")
     if target.device == "npu":

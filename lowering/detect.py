@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .cache import probed
 from .errors import LoweringError
 from .target import TARGETS, Target, named
 
@@ -30,23 +31,31 @@ def of_device(device: torch.device) -> Target:
 
 @functools.cache
 def ascend(device: torch.device) -> Target:
-    """The target of an npu device, with the versions of torch_npu and CANN that are loaded.
+    """The target of an npu device: with the versions of torch_npu and CANN that are loaded, and what a probe has seen.
 
     Raises `LoweringError` when the driver does not answer (no device, or stand-ins for CANN), for a SoC that no target
     covers and for one that is refused.
     """
+    soc = soc_of(device)
+    module: Any = sys.modules["torch_npu"]
+    cann = module.npu.utils.get_cann_version() or None
+    found = probed(soc, module.__version__, cann or "unknown")
+    target = named(of_soc(soc), torch_npu=module.__version__)
+    return replace(target, cann=cann, seen=found.seen, failed=found.failed)
+
+
+def soc_of(device: torch.device) -> str:
+    """What the driver calls an npu device; `LoweringError` when it does not answer."""
     module: Any = sys.modules.get("torch_npu")
     if module is None:
         raise LoweringError(f"tensors are on {device} and torch_npu is not loaded; import it, or name a target")
     try:
-        soc = module.npu.get_device_name(device)
+        return module.npu.get_device_name(device)
     except (RuntimeError, AssertionError) as error:
         raise LoweringError(
             f"tensors are on {device}, and its driver does not say what it is ({error}); name the target with "
             "lowering.use(target=...)"
         ) from error
-    target = named(of_soc(soc), torch_npu=module.__version__)
-    return replace(target, cann=module.npu.utils.get_cann_version() or None)
 
 
 def of_soc(soc: str) -> Target:

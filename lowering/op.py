@@ -47,7 +47,8 @@ MOST_CHOICES = 4096
 class Op:
     """A dispatchable function. Call it; `explain` it; register kernels on it with `kernel`.
 
-    `contains` names ops that are part of what it computes: a preference for one of them holds here too.
+    `contains` names ops that are part of what it computes: a preference for one of them holds here too. What a default
+    has decided about a call, `remark(target, *args, **kwargs)` may tell, for reports: a sentence or None.
     """
 
     def __init__(self, body: Callable[..., Any], contains: tuple[str, ...] = (), *, replace: bool = False) -> None:
@@ -62,6 +63,7 @@ class Op:
         self.dry_results: dict[Any, Any] = {}
         self.lacking: dict[str, str] = {}
         self.orders: dict[str, Order] = {}
+        self.remark: Callable[..., str | None] = lambda *args, **kwargs: None
         self._removed: set[str] = set()
         self._in_graph, self._trees_in_graph = _opaque(self)
         if self.name in OPS and not replace:

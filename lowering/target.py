@@ -17,13 +17,27 @@ from .errors import LoweringError
 
 
 @dataclass(frozen=True)
+class Peaks:
+    """What a machine could do at best, as its maker has published it: FLOP/s in bfloat16, bytes/s of memory."""
+
+    flops: float
+    bandwidth: float
+    source: str
+
+    def seconds(self, flops: int, moved: int) -> float:
+        """The least time for this many operations and bytes: an estimate from the figures, nothing measured."""
+        return max(flops / self.flops, moved / self.bandwidth)
+
+
+@dataclass(frozen=True)
 class Target:
     """A machine by name: the Torch device type it shows up as, and what people call it.
 
     For Ascend, also what tells the machines apart: `soc` is a regular expression of the names that the driver gives
     them, `unified_buffer` the bytes a vector core works in, `torch_npu` the version whose operators are taken to be
-    there, `cann` that of the toolkit beneath it, whose host code checks each call, `seen` the operators that a probe of
-    this machine has run.
+    there, `cann` that of the toolkit beneath it, whose host code checks each call. `seen` are the operators that a
+    probe of this machine has run, `failed` those that did not hold there, with why. `peaks` are public figures of one
+    device; without any, nothing is estimated.
     """
 
     name: str
@@ -35,6 +49,8 @@ class Target:
     torch_npu: str | None = None
     cann: str | None = None
     seen: frozenset[str] = frozenset()
+    failed: tuple[tuple[str, str], ...] = ()
+    peaks: Peaks | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -77,8 +93,14 @@ def release(version: str) -> Version:
         raise LoweringError(f"cann={version!r} is no version of CANN; expected one such as '9.0.0'") from None
 
 
-def _ascend(name: str, title: str, soc: str, unified_buffer: int | None, refused: str | None = None) -> Target:
-    return Target(name, "npu", title, refused, soc, unified_buffer, DEFAULT_TORCH_NPU, DEFAULT_CANN)
+def _ascend(
+    name: str, title: str, soc: str, unified_buffer: int | None, refused: str | None = None, peaks: Peaks | None = None
+) -> Target:
+    return Target(name, "npu", title, refused, soc, unified_buffer, DEFAULT_TORCH_NPU, DEFAULT_CANN, peaks=peaks)
+
+
+A_DIE = Peaks(376e12, 1.6e12, "one die of an Ascend 910C, half of what arXiv 2506.12708 gives for the package")
+"""Devices of Ascend 910_93 are dies. Figures for 910B differ by model and source; 950's bfloat16 rate is not public."""
 
 
 TARGETS: dict[str, Target] = {
@@ -87,7 +109,7 @@ TARGETS: dict[str, Target] = {
         Target("cpu", "cpu", "any CPU"),
         Target("cuda", "cuda", "NVIDIA GPU"),
         _ascend("ascend910b", "Ascend 910B (Atlas A2)", r"Ascend910B\d", 192 * KIB),
-        _ascend("ascend910_93", "Ascend 910_93 (Atlas A3)", r"Ascend910_93", 192 * KIB),
+        _ascend("ascend910_93", "Ascend 910_93 (Atlas A3)", r"Ascend910_93", 192 * KIB, peaks=A_DIE),
         _ascend("ascend950", "Ascend 950 (Atlas A5)", r"Ascend(950|910_95)", 248 * KIB),
         _ascend(
             "ascend310p", "Ascend 310P", r"Ascend310P", None, refused="no operator has been checked for Ascend 310P"

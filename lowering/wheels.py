@@ -1,11 +1,7 @@
-"""Wheels kept apart from the environment: fetched with pip into a cache directory and unpacked there, never installed.
-
-The cache is `FUNCMODELS_CACHE`, or the platform's directory for caches.
-"""
+"""Wheels kept apart from the environment: fetched with pip into the cache directory, unpacked there, never installed."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import stat
 import subprocess
@@ -16,20 +12,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from .cache import cache_directory
 from .errors import LoweringError
-
-ENVIRONMENT = "FUNCMODELS_CACHE"
-"""Environment variable that names the cache directory."""
-
-
-def cache_directory() -> Path:
-    """Where fetched and generated files are kept."""
-    named = os.environ.get(ENVIRONMENT)
-    if named:
-        return Path(named)
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "funcmodels"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "funcmodels"
 
 
 def python_tag() -> str:

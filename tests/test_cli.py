@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 import funcmodels as fm
 from funcmodels import cli, commands
 from funcmodels.checkpoint import loading
+from lowering.policy import EVIDENCE
 from lowering.target import EVERY
 from tests import tiny
 
@@ -130,7 +131,7 @@ def test_generate_captures_and_sets_the_dtype_of_states(
     assert captured.out == plain.out and "captured" not in plain.err
     assert re.search(r"first rounds, captured: \d+\.\d+ s\ndecode: 3 tokens in ", captured.err)
     assert run(*asked, "--recurrent-dtype", "bfloat16").code == 0
-    assert seen == [(None, torch.float32), ("fx", torch.float32), (None, torch.bfloat16)]
+    assert seen == [(None, None), ("fx", None), (None, torch.bfloat16)]
 
 
 def test_generate_says_what_the_checkpoint_asks_for_instead(
@@ -259,7 +260,7 @@ def test_ctrl_c_while_torch_is_loaded(asked: tuple[str, ...], tmp_path: Path) ->
 
 
 def test_help_names_every_target() -> None:
-    assert cli.TARGETS == EVERY
+    assert cli.TARGETS == EVERY and cli.EVIDENCE == EVIDENCE
 
 
 @pytest.mark.parametrize(
@@ -344,6 +345,8 @@ def test_lower_needs_no_weights(run: Callable[..., Run], directory: Path, tmp_pa
     ("flags", "message"),
     [
         ("--target ascend95", "did you mean 'ascend950'"),
+        ("--target cpu --cann 9.0.0", "target 'cpu' has no cann, found cann='9.0.0'"),
+        ("--target ascend950 --cann nine", "cann='nine' is no version of CANN"),
         ("--target cpu --rows 0", "rows must be at least 1"),
         ("--target cpu --tokens 0", "--tokens must be at least 1"),
         ("--target cpu --html missing/page.html", "--html missing/page.html: no folder missing"),

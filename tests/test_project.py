@@ -82,7 +82,7 @@ ROOMS = {
         "matching reading", "quant", "checkpoint inspection saving sharded single unread", "__init__",
     ),
     "lowering": (
-        "errors beside wheels", "target detect host rows protocols signature weights kernel policy once op use",
+        "errors beside cache wheels", "target detect host rows protocols signature weights kernel policy once op use",
         "prepare layouts", "ops", "portable npu", "npu_reference cases", "explain",
         "dryrun ascend_compiler", "triton", "jit", "check", "lower", "__init__ __main__",
     ),

@@ -181,5 +181,6 @@ FAMILY = Family(
     forward=forward,
     layouts=tuple(LAYOUTS),
     heads=("num_attention_heads", "linear_num_heads"),
+    decays_channels=True,
     claims=is_kimi_k3,
 )

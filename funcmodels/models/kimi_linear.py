@@ -195,4 +195,5 @@ FAMILY = Family(
     forward=forward,
     layouts=tuple(LAYOUTS),
     heads=("num_attention_heads", "linear_num_heads"),
+    decays_channels=True,
 )

@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..cache import cache_directory
 from ..errors import LoweringError
 from ..target import ASCEND, Target, named
-from ..wheels import cache_directory
 from . import front_end
 from .outcome import Compiled, Outcome, Overflow, Refused
 from .packages import VERSIONS, Toolchain, fetched

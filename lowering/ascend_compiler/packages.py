@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ..cache import ENVIRONMENT, cache_directory
 from ..errors import LoweringError
-from ..wheels import ENVIRONMENT, cache_directory, fetch_wheel, python_tag
+from ..wheels import fetch_wheel, python_tag
 
 VERSIONS = {"triton-ascend": "3.2.0", "ascendnpu-ir": "1.2.0", "numpy": "2.2.6"}
 """The one version of each that is used: another one makes other programs."""

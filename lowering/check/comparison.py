@@ -8,7 +8,7 @@ further: what it may be away from the reference.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,17 +40,22 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """One kernel on one case: its largest relative error and the bound, or why it was refused, or how it failed."""
+    """One kernel on one case: its largest relative error and the bound, or why it was refused, or how it failed.
+
+    `evidence` is what speaks for the kernel's operators on the machine; `operators` those that a probe saw return.
+    """
 
     op: str
     kernel: str
     case: str
     dtype: str
+    evidence: str = ""
     error: float | None = None
     bound: float | None = None
     seconds: float | None = None
     refused: str | None = None
     failed: str | None = None
+    operators: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -90,19 +95,20 @@ def outcome_of(kernel: Kernel, target: Target, args: Any, kwargs: Any, expected:
         ((_, reason),) = op.candidates(Policy({op.name: kernel.name}), target, OpCall(args, kwargs))
         if reason is not None:
             return replace(blank, refused=reason)
-        first, result = _timed(kernel, args, kwargs)
+        device = next((x.device for x in tree.leaves((args, kwargs)) if isinstance(x, Tensor)), torch.device("cpu"))
+        first, result = timed(device, kernel.run, *args, **kwargs)
         # Before it is run again: it may write into its arguments, and its result lie there.
         error, most = expected.worst(comparable(op, args, kwargs, result))
-        seconds = min(first, *(_timed(kernel, args, kwargs)[0] for _ in range(ROUNDS - 1)))
+        seconds = min(first, *(timed(device, kernel.run, *args, **kwargs)[0] for _ in range(ROUNDS - 1)))
         return replace(blank, error=error, bound=most, seconds=seconds)
     return replace(blank, failed=fault.words)
 
 
-def _timed(kernel: Kernel, args: Any, kwargs: Any) -> tuple[float, Any]:
-    """Seconds of one run, and its result."""
+def timed(device: torch.device, run: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[float, Any]:
+    """Seconds of one run on a device, and its result."""
     start = time.perf_counter()
-    result = kernel.run(*args, **kwargs)
-    if any(x.device.type != "cpu" for x in tree.leaves((args, kwargs)) if isinstance(x, Tensor)):
+    result = run(*args, **kwargs)
+    if device.type != "cpu":
         torch.accelerator.synchronize()
     return time.perf_counter() - start, result
 

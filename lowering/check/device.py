@@ -14,7 +14,7 @@ from torch import Tensor
 
 from params.tree import tree_map
 
-from .. import cases
+from .. import cases, detect
 from .. import target as targets
 from ..cases.case import Case
 from ..explain.sheet import Sheet
@@ -27,11 +27,12 @@ from .comparison import Expected, Fault, Outcome, duration, laid_out, number, ou
 
 @dataclass(frozen=True)
 class Checked:
-    """The outcomes so far, the machine they were found on, and how many there will be."""
+    """The outcomes so far, the machine they were found on, and how many there will be, the last of `models`."""
 
     environment: dict[str, str]
     outcomes: tuple[Outcome, ...]
     planned: int
+    models: int = 0
 
     @property
     def ok(self) -> bool:
@@ -52,20 +53,22 @@ class Checked:
         count, refused = len(self.outcomes), sum(outcome.refused is not None for outcome in self.outcomes)
         notes = [f"{broken} of {count} cases failed" if broken else f"all {count} cases hold, {refused} by a refusal"]
         notes += [f"NOT FINISHED: {self.planned - count} of {self.planned} were not run"] * (count < self.planned)
-        columns = ("op", "kernel", "ran", "refused", "largest error", "bound there", "fastest", "slowest", "remarks")
-        return Sheet(title, columns, rows, numbers=columns[2:-1], marked=marked, notes=notes)
+        columns = ("op", "kernel", "evidence", "ran", "refused", "largest error", "bound there", "fastest", "slowest")
+        shown, said = [row[:-1] for row in rows], [row[-1] for row in rows]
+        look = {"numbers": columns[3:], "marked": marked, "badges": ("evidence",)}
+        return Sheet(title, columns, shown, notes=notes, reasons=said, **look)
 
     def details(self) -> Sheet:
         """One row a case, those that failed first."""
         ordered = sorted(self.outcomes, key=lambda outcome: outcome.ok)
         rows = [
-            (x.op, x.kernel, x.case, x.dtype, number(x.error), number(x.bound), duration(x.seconds),
-             x.failed or x.refused or "")
+            (x.op, x.kernel, x.case, x.dtype, number(x.error), number(x.bound), duration(x.seconds))
             for x in ordered
         ]  # fmt: skip
         marked = [index for index, outcome in enumerate(ordered) if not outcome.ok]
-        columns = ("op", "kernel", "case", "dtype", "largest error", "bound", "time", "remarks")
-        return Sheet("every case", columns, rows, numbers=columns[4:7], marked=marked)
+        columns = ("op", "kernel", "case", "dtype", "largest error", "bound", "time")
+        said = [x.failed or x.refused or "" for x in ordered]
+        return Sheet("every case", columns, rows, numbers=columns[4:], marked=marked, reasons=said)
 
     def environment_sheet(self) -> Sheet:
         """What it ran on."""
@@ -82,16 +85,32 @@ class Checked:
 
 @dataclass(frozen=True)
 class Trial:
-    """One kernel to run on one case in one dtype."""
+    """One kernel to run on one case in one dtype, and what speaks for it on the target."""
 
     case: Case
     dtype: torch.dtype
     kernel: Kernel
+    evidence: str
 
     @property
     def blank(self) -> Outcome:
         """The outcome of the trial, yet to be filled in."""
-        return Outcome(self.case.op, self.kernel.name, self.case.name, str(self.dtype).removeprefix("torch."))
+        dtype = str(self.dtype).removeprefix("torch.")
+        return Outcome(self.case.op, self.kernel.name, self.case.name, dtype, self.evidence)
+
+    def tried(self, device: torch.device, target: Target) -> Outcome:
+        """The outcome on a device, whatever is raised."""
+        with use(target=target), torch.no_grad():
+            with Fault() as fault:
+                expected = _expected(self.case, self.dtype)
+            if fault.words is not None:
+                return replace(self.blank, failed=f"the case or the reference: {fault.words}")
+            with Fault() as fault:
+                args, kwargs = self.case.arguments(self.dtype)
+                args, kwargs = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, (args, kwargs))
+                args = laid_out(find(self.case.op), self.kernel, args)
+                return outcome_of(self.kernel, target, args, kwargs, expected, self.blank)
+            return replace(self.blank, failed=fault.words)
 
 
 def planned(device: torch.device, target: Target, only: Collection[str] = ()) -> list[Trial]:
@@ -99,27 +118,12 @@ def planned(device: torch.device, target: Target, only: Collection[str] = ()) ->
     dtypes = (torch.float32, torch.bfloat16) + (() if device.type == "cpu" else (torch.float16,))
     names = {find(name).name for name in only}
     return [
-        Trial(case, dtype, kernel)
+        Trial(case, dtype, kernel, kernel.evidence(target) if kernel.evidence else "")
         for case in cases.CASES
         for dtype in dtypes
         for kernel in find(case.op).serving(target)
         if not names or case.op in names
     ]
-
-
-def tried(trial: Trial, device: torch.device, target: Target) -> Outcome:
-    """The outcome of one trial, whatever it raises."""
-    with use(target=target), torch.no_grad():
-        with Fault() as fault:
-            expected = _expected(trial.case, trial.dtype)
-        if fault.words is not None:
-            return replace(trial.blank, failed=f"the case or the reference: {fault.words}")
-        with Fault() as fault:
-            args, kwargs = trial.case.arguments(trial.dtype)
-            args, kwargs = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, (args, kwargs))
-            args = laid_out(find(trial.case.op), trial.kernel, args)
-            return outcome_of(trial.kernel, target, args, kwargs, expected, trial.blank)
-        return replace(trial.blank, failed=fault.words)
 
 
 @functools.lru_cache(maxsize=1)
@@ -139,13 +143,15 @@ def _summary(op: str, kernel: str, found: Sequence[Outcome]) -> tuple[str, ...]:
     remarks += [f"refused, for one: {refused[0]}"] if refused else []
     error, most = (None, None) if nearest is None else (nearest.error, nearest.bound)
     spans = (duration(min(times, default=None)), duration(max(times, default=None)))
-    return op, kernel, str(len(ran)), str(len(refused)), number(error), number(most), *spans, "\n".join(remarks)
+    counts = str(len(ran)), str(len(refused))
+    return op, kernel, found[0].evidence, *counts, number(error), number(most), *spans, "\n".join(remarks)
 
 
 def environment(device: torch.device, target: Target) -> dict[str, str]:
     """What a report says about the machine."""
     found = {
         "device": str(device), "target": target.name, "machine": target.title, **target.versions,
+        "SoC": detect.soc_of(device) if device.type == "npu" else "",
         "torch": torch.__version__, "python": platform.python_version(), "platform": platform.platform(),
         "processor": platform.processor(), "threads": str(torch.get_num_threads()),
         "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ import torch
 
 from ..errors import LoweringError
 from ..target import Target
+from . import probe
 from .comparison import Fault, Outcome
-from .device import Checked, environment, planned, tried
+from .device import Checked, Trial, environment
+from .programs import ModelPhase
 
 LOST = 3
 """Exit code of a process whose device no longer answers: another one goes on."""
@@ -51,39 +53,54 @@ class Journal:
             with suppress(ValueError):  # a line that nobody could end
                 entry = json.loads(line)
                 if "outcome" in entry:
-                    outcomes.append(Outcome(**entry["outcome"]))
+                    outcomes.append(_outcome(entry["outcome"]))
                     begun = None
                 elif "begun" in entry:
-                    begun = Outcome(**entry["begun"])
+                    begun = _outcome(entry["begun"])
                 else:
                     head = entry
         return (Checked(outcomes=tuple(outcomes), **head) if head else None), begun
 
 
-def work(journal: Journal, device: torch.device, target: Target, only: Sequence[str]) -> int:
-    """Run what the journal has no outcome of; the exit code. Stops when the process that started this one is gone."""
-    parent, trials = os.getppid(), planned(device, target, only)
+def _outcome(entry: dict[str, Any]) -> Outcome:
+    given: dict[str, Any] = entry | {"operators": tuple(entry.get("operators", ()))}
+    return Outcome(**given)
+
+
+def work(
+    journal: Journal, device: torch.device, target: Target, trials: Sequence[Trial | ModelPhase], probing: bool = False
+) -> int:
+    """Run what the journal has no outcome of; the exit code. Stops when the process that started this one is gone.
+
+    A probe leaves out what would show no operator that it has not seen.
+    """
+    parent = os.getppid()
     found, _ = journal.read()
     here = environment(device, target)
     if found is None:
-        journal.add(environment=here, planned=len(trials))
+        models = sum(isinstance(trial, ModelPhase) for trial in trials)
+        journal.add(environment=here, planned=len(trials), models=models)
     elif _lasting(found.environment) != _lasting(here) or found.planned != len(trials):
         raise LoweringError(f"{journal.path} is of another machine, version or choice of ops; leave out --resume")
-    done = {replace(x, **_UNKNOWN) for x in found.outcomes} if found else set()
+    outcomes = list(found.outcomes) if found else []
+    done = {replace(x, **_UNKNOWN) for x in outcomes}
     for trial in trials:
-        if trial.blank in done:
+        if trial.blank in done or (isinstance(trial, Trial) and probing and not probe.needed(trial, outcomes)):
             continue
         if os.getppid() != parent:
             return LOST
         journal.add(begun=asdict(trial.blank))
-        outcome = tried(trial, device, target)
+        with probe.Called() if probing else nullcontext() as called:
+            outcome = trial.tried(device, target)
+        outcome = replace(outcome, operators=tuple(called.names if called else ()))
+        outcomes.append(outcome)
         journal.add(outcome=asdict(outcome))
         if outcome.failed and not _answers(device):
             return LOST
     return 0
 
 
-_UNKNOWN: dict[str, Any] = dict.fromkeys(("error", "bound", "seconds", "refused", "failed"))
+_UNKNOWN: dict[str, Any] = dict.fromkeys(("error", "bound", "seconds", "refused", "failed")) | {"operators": ()}
 
 
 def _lasting(environment: dict[str, str]) -> dict[str, str]:

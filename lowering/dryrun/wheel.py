@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
+from ..cache import ENVIRONMENT, cache_directory
 from ..errors import LoweringError
-from ..wheels import ENVIRONMENT, cache_directory, fetch_wheel, python_tag
+from ..wheels import fetch_wheel, python_tag
 
 
 def series() -> str:

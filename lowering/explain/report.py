@@ -34,6 +34,7 @@ class Row:
     """One op with one choice: how often it was called, the kernel it got, and why others were refused.
 
     With `asked` the policy named the kernel for that op, this one or one that it contains, and no other was looked at.
+    `remark` tells what a default has decided about the calls (`Op.remark`).
     `evidence` says what speaks for the kernel's operators on the target; nothing has to for Torch's own.
     `others` are kernels for weights of other kinds than the call's, whose refusals say nothing that is news.
     """
@@ -46,13 +47,15 @@ class Row:
     asked: str | None = None
     others: frozenset[str] = frozenset()
     evidence: str = ""
+    remark: str = ""
 
     def reasons(self) -> str:
         """One line a kernel that was refused, but for those that were written for other targets or weights."""
         if self.asked is not None:
             return "asked for by name" + ("" if self.asked == self.op else f", of {self.asked}")
         here = {kernel.name for kernel in find(self.op).serving(self.target)} - self.others
-        return "\n".join(f"{name}: {why}" for name, why in self.refused.items() if name in here or name == FUSED)
+        lines = [f"{name}: {why}" for name, why in self.refused.items() if name in here or name == FUSED]
+        return "\n".join([*lines, *filter(None, [self.remark])])
 
 
 def _for_other_weights(choice: Choice, args: tuple[Any, ...]) -> frozenset[str]:
@@ -80,14 +83,16 @@ class Report:
         with _COUNTING:
             found = self.known.get(id(choice))
             if found is None:
-                found = self.known[id(choice)] = choice, self._row(choice, args)
+                found = self.known[id(choice)] = choice, self._row(choice, args, kwargs)
             found[1].count += 1
 
-    def _row(self, choice: Choice, args: tuple[Any, ...]) -> Row:
+    def _row(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Row:
         """The row that says the same, made now if there is none."""
         others = _for_other_weights(choice, args)
         evidence = choice.kernel.evidence(choice.target) if choice.kernel.evidence else ""
-        new = Row(choice.op, choice.kernel.name, choice.refused, choice.target, 0, choice.asked, others, evidence)
+        remark = find(choice.op).remark(choice.target, *args, **kwargs) or ""
+        told = {"asked": choice.asked, "others": others, "evidence": evidence, "remark": remark}
+        new = Row(choice.op, choice.kernel.name, choice.refused, choice.target, **told)
         row = next((row for row in self.rows if replace(row, count=0) == new), new)
         if row is new:
             self.rows.append(new)

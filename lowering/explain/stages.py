@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,10 +15,13 @@ from params import tree
 from params.spec import TensorSpec
 
 from ..errors import CaptureError
-from ..target import Target
+from ..kernel import FUSED, Kernel
+from ..op import Op, find
+from ..policy import EVIDENCE
+from ..target import Peaks, Target
 from .costs import Cost
 from .report import Report
-from .sheet import Sheet
+from .sheet import Roof, Sheet
 from .trace import Call, DryRun, Operator
 
 BETWEEN = "between ops"
@@ -33,7 +36,8 @@ TORCH = ("aten.", "_c10d_functional.", "funcmodels.", "params.")
 class CostRow:
     """An op with the kernel it got: how often it is called, and what all these calls cost together.
 
-    `fused` is the number of operator calls in them that are not Torch's own.
+    `fused` is the number of operator calls in them that are not Torch's own, `loose` what the others cost: Torch's, but
+    for a call that is one operator of the device, which leaves nothing to fuse.
     """
 
     op: str
@@ -41,6 +45,20 @@ class CostRow:
     calls: int
     cost: Cost
     fused: int = 0
+    loose: Cost = field(default_factory=Cost)
+
+    def __add__(self, other: CostRow) -> CostRow:
+        calls, fused = self.calls + other.calls, self.fused + other.fused
+        return replace(self, calls=calls, cost=self.cost + other.cost, fused=fused, loose=self.loose + other.loose)
+
+    @classmethod
+    def of(cls, call: Call) -> CostRow:
+        """The row of one call."""
+        own = [operator for operator in call.operators if operator.name.startswith(TORCH)]
+        costing = [operator for operator in call.operators if operator.cost != Cost()]
+        loose = sum((operator.cost for operator in own), Cost()) if len(costing) > 1 else Cost()
+        fused = call.count * (len(call.operators) - len(own))
+        return cls(call.op, call.kernel, call.count, call.cost, fused, loose.times(call.count))
 
 
 @dataclass(frozen=True)
@@ -54,6 +72,16 @@ class Costs:
     def total(self) -> Cost:
         """The cost of the whole program."""
         return sum((row.cost for row in self.rows), Cost())
+
+    @property
+    def loose(self) -> Cost:
+        """The part of it that lies in Torch's operators where more than one stand for an op."""
+        return sum((row.loose for row in self.rows), Cost())
+
+    def left(self) -> list[tuple[CostRow, float]]:
+        """Rows with loose operators and the share of bytes or of FLOPs that these are, the larger; largest first."""
+        found = [(row, max(parts(row.loose, self.total))) for row in self.rows]
+        return sorted((pair for pair in found if pair[1]), key=lambda pair: -pair[1])
 
     def sheet(self) -> Sheet:
         """As a table, the most expensive first."""
@@ -103,14 +131,9 @@ class Lowered:
         """Calls, FLOPs and bytes moved of each op and kernel, and the bytes of each argument."""
         found: dict[tuple[str, str], CostRow] = {}
         for call in self.calls:
-            before = found.get((call.op, call.kernel), CostRow(call.op, call.kernel, 0, Cost()))
-            fused = call.count * sum(not operator.name.startswith(TORCH) for operator in call.operators)
-            row = CostRow(
-                call.op, call.kernel, before.calls + call.count, before.cost + call.cost, before.fused + fused
-            )
-            found[call.op, call.kernel] = row
+            found[call.op, call.kernel] = found.get((call.op, call.kernel), _nothing(call)) + CostRow.of(call)
         rest = sum((operator.cost for operator in self.between), Cost())
-        rows = (*found.values(), CostRow(BETWEEN, "", len(self.between), rest))
+        rows = (*found.values(), CostRow(BETWEEN, "", len(self.between), rest, loose=rest))
         return Costs(rows, self.argument_bytes)
 
     @property
@@ -141,6 +164,10 @@ class Lowered:
 
     def __repr__(self) -> str:
         return compared([self]).drawn()
+
+
+def _nothing(call: Call) -> CostRow:
+    return CostRow(call.op, call.kernel, 0, Cost())
 
 
 def _call_lines(call: Call) -> list[str]:
@@ -183,15 +210,80 @@ def compared(programs: Sequence[Lowered], title: str | None = None) -> Sheet:
             marked.append(len(rows))
         rest = [_joined([getattr(cell, part) if cell else "-" for cell in cells], names) for part in _PARTS]
         rows.append((f"{key[0]} *" if differ else key[0], rest[0], *kernels, *rest[1:]))
-    numbers, said = _numbered([row[-1] for row in rows])
-    rows = [(*row[:-1], number) for row, number in zip(rows, numbers, strict=True)]
-    columns = ("op", "calls", *heads, "bytes", "FLOPs", "why")
-    notes = said + [_total(program) for program in programs]
+    notes = [_total(program) for program in programs]
     notes += [line for program in programs for line in program.problems]
     if marked:
         notes.append("* the targets get different kernels")
-    title = title or f"lowered to {' and '.join(names)}"
-    return Sheet(title, columns, rows, numbers=("calls", "bytes", "FLOPs"), marked=marked, notes=notes)
+    columns = ("op", "calls", *heads, "evidence", "bytes", "FLOPs")
+    return Sheet(
+        title or f"lowered to {' and '.join(names)}",
+        columns,
+        [row[:-1] for row in rows],
+        numbers=("calls", "bytes", "FLOPs"),
+        marked=marked,
+        notes=notes,
+        head=[fused_share(program) for program in programs if program.target.device == "npu"],
+        reasons=[row[-1] for row in rows],
+        bars=columns[-2:],
+        badges=("evidence",),
+        roofs=[_roof(program, program.target.peaks) for program in programs if program.target.peaks],
+    )
+
+
+TOLD = 3
+"""Ops that are named with the reason why their part is not fused."""
+TELLING = 0.001
+"""Share of bytes or FLOPs below which none is."""
+
+
+def fused_share(program: Lowered) -> str:
+    """One line: how much of a program lies in fused operators, and what would raise that."""
+    costs = program.cost_analysis()
+    rest = [(share, why_loose(program, row)) for row, share in costs.left()[:TOLD] if share >= TELLING]
+    of_flops, of_bytes = (percent(1 - part) for part in parts(costs.loose, costs.total))
+    said = "; ".join(f"{why} ({percent(share)})" for share, why in rest)
+    fused = f"{of_flops} of FLOPs and {of_bytes} of bytes lie in fused operators or single ones of the device"
+    return f"{program.target}: {fused}" + (f"; most of what is left: {said}" if said else "")
+
+
+def why_loose(program: Lowered, row: CostRow) -> str:
+    """Why an op's work, or what stands beside its fused operators, is left to Torch."""
+    if row.op == BETWEEN:
+        return "operators of the program outside any op"
+    fused = {FUSED, *(kernel.name for kernel in _better(find(row.op), row.kernel, program.target))}
+    same = (choice for choice in program.report.rows if (choice.op, choice.kernel) == (row.op, row.kernel))
+    refused = next(same).refused  # calls of other shapes are refused alike, with other numbers
+    told = [why if name == FUSED else f"{name} {why}" for name, why in refused.items() if name in fused]
+    return f"{row.op}: {' / '.join(told) or f'Torch operators around {row.kernel}'}"
+
+
+def _better(op: Op, chosen: str, target: Target) -> list[Kernel]:
+    """Fused kernels whose refusal cost the op one: those that lack something there, where it has another fused one."""
+    fused = [kernel for kernel in op.serving(target) if kernel.operators]
+    if all(kernel.name != chosen for kernel in fused):
+        return fused
+    return [kernel for kernel in fused if kernel.available and kernel.available(target, EVIDENCE[0])]
+
+
+def parts(part: Cost, whole: Cost) -> tuple[float, float]:
+    """The shares of FLOPs and of bytes."""
+    return part.flops / max(whole.flops, 1), part.bytes / max(whole.bytes, 1)
+
+
+def percent(part: float) -> str:
+    """A share of all, never rounded up to the whole."""
+    return f"{int(1000 * part) / 10:g}%"
+
+
+POINTS = 6
+"""Ops that are drawn under a roof, those that move most."""
+
+
+def _roof(program: Lowered, peaks: Peaks) -> Roof:
+    costs = program.cost_analysis()
+    rows = sorted((row for row in costs.rows if row.cost.flops), key=lambda row: -row.cost.bytes)[:POINTS]
+    points = [(f"{row.op} ({row.kernel})", row.cost.flops, row.cost.bytes) for row in rows]
+    return Roof(program.target.title, peaks, [("the whole", costs.total.flops, costs.total.bytes), *points])
 
 
 @dataclass
@@ -200,12 +292,13 @@ class _Cell:
 
     calls: str
     kernel: str
+    evidence: str
     bytes: str
     flops: str
     refused: str
 
 
-_PARTS = ("calls", "bytes", "flops", "refused")
+_PARTS = ("calls", "evidence", "bytes", "flops", "refused")
 
 
 def _kernels(program: Lowered) -> dict[tuple[str, int], _Cell]:
@@ -218,15 +311,9 @@ def _kernels(program: Lowered) -> dict[tuple[str, int], _Cell]:
             same = [choice for choice in program.report.rows if (choice.op, choice.kernel) == (row.op, row.kernel)]
             refused = dict.fromkeys(line for choice in same for line in choice.reasons().splitlines())
             price = share(row.cost.bytes, costs.total.bytes), share(row.cost.flops, costs.total.flops)
-            found[row.op, place] = _Cell(str(row.calls), row.kernel, *price, "\n".join(refused))
+            evidence = next((choice.evidence for choice in same), "")
+            found[row.op, place] = _Cell(str(row.calls), row.kernel, evidence, *price, "\n".join(refused))
     return found
-
-
-def _numbered(reasons: Sequence[str]) -> tuple[list[str], list[str]]:
-    """For each row the number of its note, the same for the same reasons, and the notes: whole sentences fold badly."""
-    said = list(dict.fromkeys(filter(None, reasons)))
-    notes = [f"({number}) {'; '.join(text.splitlines())}" for number, text in enumerate(said, 1)]
-    return [f"({said.index(text) + 1})" if text else "" for text in reasons], notes
 
 
 def _joined(texts: list[str], names: list[str]) -> str:
@@ -236,15 +323,22 @@ def _joined(texts: list[str], names: list[str]) -> str:
     if any("\n" in text or ": " in text for text in texts):
         named = ((name, line) for name, text in zip(names, texts, strict=True) for line in text.split("\n"))
         return "\n".join(f"{name}: {line}" for name, line in named if line)
-    return " / ".join(texts)
+    return " / ".join(text or "-" for text in texts)
 
 
 def _total(program: Lowered) -> str:
-    total = program.cost_analysis().total
+    total, peaks = program.cost_analysis().total, program.target.peaks
     return (
-        f"{program.target}: {flops(total.flops)}, {tree.size(total.bytes)} moved; {_memory(program.argument_bytes)}; "
-        f"traced through {program.through}"
+        f"{program.target.described}: {flops(total.flops)}, {tree.size(total.bytes)} moved; "
+        f"{_memory(program.argument_bytes)}; traced through {program.through}"
+        + (f"; {_estimate(peaks, total)}" if peaks else "")
     )
+
+
+def _estimate(peaks: Peaks, total: Cost) -> str:
+    bound = "bytes" if total.bytes / peaks.bandwidth > total.flops / peaks.flops else "FLOPs"
+    least = f"{1e3 * peaks.seconds(total.flops, total.bytes):.2g} ms"
+    return f"estimate from public peaks, nothing measured: at least {least}, bound by {bound} ({peaks.source})"
 
 
 def _memory(sizes: dict[str, int]) -> str:

@@ -124,6 +124,8 @@ def doubt(operators: tuple[str, ...], target: Target, wanted: str) -> str | None
     for name in operators:
         if name in target.seen:
             continue
+        if name in dict(target.failed):
+            return f"{name} failed in this machine's probe: {dict(target.failed)[name]}"
         found, first = OPERATORS[name].of(target), OPERATORS[name].stated.get(target.name)
         if first is not None and not target.has_cann(first):
             return f"{name} is built for {target.name} from CANN {first} on; the target has {target.cann}"

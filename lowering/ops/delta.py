@@ -10,6 +10,8 @@ Delta Attention (arXiv 2510.26692).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -17,9 +19,15 @@ from torch import Tensor
 
 from params.tree import tree
 
+from .. import detect
 from ..op import op
+from ..policy import MODE
 from ..rows import Rows
+from ..target import Target
 from .widen import wide, wide_dtype
+
+PIECE = 128
+"""Tokens, and channels, of the calls by which a state's default dtype is chosen."""
 
 
 @op
@@ -157,3 +165,44 @@ def gated_delta_rule(
     if keep_steps:
         return out, state, DeltaTrail(state, k3, torch.stack(updates, 1), g)
     return out, torch.cat((now.to(state.dtype), state[count:])), None
+
+
+def kept_in(dtype: torch.dtype, device: torch.device, *, of_channels: bool) -> torch.dtype:
+    """The dtype that a state has by default beside activations of `dtype`, on the target in force or of the device.
+
+    float32, which loses least; bfloat16 where the target's fused kernels take more calls with that, as their own
+    refusals say: of a step and of a longer piece, with a decay a head or `of_channels`.
+    """
+    return _kept_on(MODE.get().target or detect.of_device(device), dtype, of_channels)
+
+
+def _kept_on(target: Target, dtype: torch.dtype, of_channels: bool) -> torch.dtype:
+    if target.device != "npu" or dtype != torch.bfloat16:
+        return torch.float32
+    return max((torch.float32, torch.bfloat16), key=lambda kind: _fused_calls(kind, target, of_channels))
+
+
+def _fused_calls(kind: torch.dtype, target: Target, of_channels: bool) -> int:
+    """How many of two calls with a state of this dtype the target has a fused kernel for, be they the smallest."""
+    found = 0
+    for tokens in (1, PIECE):
+        x = torch.empty(tokens, 1, PIECE, dtype=torch.bfloat16, device="meta")
+        gate = x.float() if of_channels else x.float()[..., 0]
+        rows = Rows(torch.empty(2, dtype=torch.int32, device="meta"), max_query=tokens, uniform=True)
+        state = torch.empty(2, 1, PIECE, PIECE, dtype=kind, device="meta")
+        chosen = gated_delta_rule.explain(x, x, x, gate, x[..., 0], state, rows, target=target, keep_steps=False)
+        found += not chosen.kernel.portable
+    return found
+
+
+def _says_dtype(target: Target, *args: Any, **kwargs: Any) -> str | None:
+    """What `explain` says of a state in a dtype that `kept_in` chooses beside float32."""
+    given = gated_delta_rule.signature.bind(*args, **kwargs).arguments
+    state, q = given["state"], given["q"]
+    chosen = _kept_on(target, q.dtype, given["decay"].ndim == q.ndim)
+    if state is None or state.dtype != chosen or chosen == torch.float32:
+        return None
+    return "a bfloat16 state is the default here; recurrent_dtype of init_state sets it"
+
+
+gated_delta_rule.remark = _says_dtype

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lowering import LoweringError, wheels
+from lowering import cache as caching
 from lowering.__main__ import main
 from lowering.ascend_compiler import packages
 
@@ -22,7 +23,7 @@ FILES = {"triton-ascend": packages.ADAPTER, "ascendnpu-ir": packages.BISHENG, "n
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(wheels.ENVIRONMENT, str(tmp_path / "cache"))
+    monkeypatch.setenv(caching.ENVIRONMENT, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 

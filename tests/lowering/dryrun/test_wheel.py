@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from lowering import LoweringError, wheels
+from lowering import cache as caching
 from lowering.__main__ import main
 from lowering.dryrun import stubs, wheel
 
@@ -24,7 +25,7 @@ SERIES = ".".join(torch.__version__.split(".")[:2])
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(wheels.ENVIRONMENT, str(tmp_path / "cache"))
+    monkeypatch.setenv(caching.ENVIRONMENT, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -50,16 +51,16 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
 
 
 def test_the_cache_is_where_the_platform_keeps_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(wheels.ENVIRONMENT, raising=False)
+    monkeypatch.delenv(caching.ENVIRONMENT, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     monkeypatch.setattr(sys, "platform", "linux")
-    assert wheels.cache_directory() == Path("/somewhere/funcmodels")
+    assert caching.cache_directory() == Path("/somewhere/funcmodels")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert wheels.cache_directory() == Path.home() / ".cache" / "funcmodels"
+    assert caching.cache_directory() == Path.home() / ".cache" / "funcmodels"
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert wheels.cache_directory() == Path.home() / "Library" / "Caches" / "funcmodels"
-    monkeypatch.setenv(wheels.ENVIRONMENT, "/mine")
-    assert wheels.cache_directory() == Path("/mine")
+    assert caching.cache_directory() == Path.home() / "Library" / "Caches" / "funcmodels"
+    monkeypatch.setenv(caching.ENVIRONMENT, "/mine")
+    assert caching.cache_directory() == Path("/mine")
 
 
 def test_a_missing_wheel_says_what_to_run(cache: Path) -> None:

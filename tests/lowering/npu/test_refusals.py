@@ -325,16 +325,18 @@ def test_every_kernel_has_a_refusal_that_is_tested() -> None:
 
 def test_the_preference_of_a_kernel_for_other_machines_is_an_error_with_advice() -> None:
     """It names the targets that the kernel needs, and the kernel that would run."""
-    x, weight = torch.zeros(3, 8), torch.zeros(8)
-    with lowering.use(gemma_rms_norm="npu_gemma_rms_norm", target="ascend950"), pytest.raises(LoweringError) as error:
-        ops.gemma_rms_norm(x, weight, eps=1e-6)
+    case = next(case for case in CASES if case.op == "rotary_interleaved")
+    args, kwargs = case.arguments(torch.bfloat16)
+    asked = lowering.use(rotary_interleaved="npu_interleave_rope", target="ascend950")
+    with asked, pytest.raises(LoweringError) as error:
+        ops.rotary_interleaved(*args, **kwargs)
     assert str(error.value) == (
-        "gemma_rms_norm: kernel 'npu_gemma_rms_norm' needs ascend910b or ascend910_93, target is ascend950; "
-        "use 'npu_rms_norm_1p' or drop the preference"
+        "rotary_interleaved: kernel 'npu_interleave_rope' needs ascend910b or ascend910_93, target is ascend950; "
+        "use 'npu_rotary_mul' or drop the preference"
     )
     with lowering.use(swiglu="npu_swiglu"), pytest.raises(LoweringError) as error:
-        ops.swiglu(x)
-    needed = "needs ascend910b or ascend910_93, target is cpu; use 'torch' or drop the preference"
+        ops.swiglu(torch.zeros(3, 8))
+    needed = "needs ascend910b, ascend910_93 or ascend950, target is cpu; use 'torch' or drop the preference"
     assert str(error.value) == f"swiglu: kernel 'npu_swiglu' {needed}"
 
 

@@ -1,0 +1,117 @@
+"""Write into docs/ascend.md how much of each family's work lies in fused operators, and why the rest does not.
+
+    python docs/generate_coverage.py [NAME ...]      # families, those whose names hold NAME; all by default
+
+It takes the torch_npu wheel (`python -m lowering fetch-torch-npu`) and some minutes, so it is run by hand when kernels
+have changed. It stands between `<!-- coverage -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import funcmodels as fm  # noqa: E402
+import lowering  # noqa: E402
+from lowering.explain.stages import parts, percent, why_loose  # noqa: E402
+from lowering.target import ASCEND, DEFAULT_CANN  # noqa: E402
+from tests.lowering.npu.published import FAMILIES, FLASH_NEXT, GEMMA3, KIMI_K3, KIMI_LINEAR, LITE  # noqa: E402
+
+DOCUMENT = ROOT / "docs" / "ascend.md"
+WHOLE: dict[str, dict[str, Any]] = {
+    "Qwen3-8B": FAMILIES["Qwen3-8B"] | {"num_hidden_layers": 36},
+    "Qwen3.5-35B-A3B": FAMILIES["Qwen3.5-35B-A3B"] | {"num_hidden_layers": 40},
+    "Qwen3.8-Flash-Next": FLASH_NEXT["text_config"],
+    "DeepSeek-V2-Lite": LITE,
+    "Kimi-Linear-48B-A3B": KIMI_LINEAR,
+    "Kimi-K3": KIMI_K3,
+    "Gemma3-4B": GEMMA3["4b"] | {"model_type": "gemma3_text"},
+    "Gemma3-27B": GEMMA3["27b"] | {"model_type": "gemma3_text"},
+}
+"""Configs with all their layers."""
+PHASES = {"decode": (8, 1, 4095), "verify": (8, 4, 4092), "prefill": (1, 2048, 0)}
+"""Rows, new tokens of each, and tokens that each holds before."""
+NAMED = 0.01
+"""Share of bytes or FLOPs from which on what is left is named."""
+BF16 = torch.bfloat16
+
+
+def lowered(model: fm.Model, phase: str, target: str) -> lowering.Lowered:
+    """One forward, with a state as `init_state` makes it on the target."""
+    rows, tokens, held = PHASES[phase]
+    with lowering.use(target=target):
+        state = model.init_state(rows, 4096, BF16, device="meta")
+        state = replace(state, ledger=state.ledger.at([held] * rows))
+        batch = fm.Batch.from_lists([[0] * tokens] * rows, state)
+        keep_steps = phase == "verify"
+        return lowering.lower(model.forward, model.param_spec(BF16), state, batch, keep_steps=keep_steps)
+
+
+Left = dict[str, dict[str, list[str]]]
+"""What is left, by reason, and by phase and share: the targets."""
+
+
+def coverage(name: str) -> tuple[list[str], Left]:
+    """Cells of a family, and what is left."""
+    model = fm.build(WHOLE[name])
+    cells: list[str] = []
+    left: Left = {}
+    for target in ASCEND:
+        for phase in PHASES:
+            program = lowered(model, phase, target)
+            costs = program.cost_analysis()
+            cells.append(" / ".join(percent(1 - part) for part in parts(costs.loose, costs.total)))
+            for row, share in costs.left():
+                if share >= NAMED:
+                    places = left.setdefault(why_loose(program, row), {})
+                    places.setdefault(f"{phase} {percent(share)}", []).append(short(target))
+        print(f"{name} on {target}: {', '.join(cells[-len(PHASES) :])}", file=sys.stderr, flush=True)
+    return cells, left
+
+
+def short(target: str) -> str:
+    """As a column is headed."""
+    return target.removeprefix("ascend")
+
+
+def written(names: list[str]) -> Iterator[str]:
+    """The lines of the table, and below it what is left."""
+    yield f"Of FLOPs / of bytes, in bfloat16, with CANN {DEFAULT_CANN} and evidence in use, the published layers."
+    yield ""
+    heads = [f"{short(target)} {phase}" for target in ASCEND for phase in PHASES]
+    yield f"| family | {' | '.join(heads)} |"
+    yield "|---" * (len(heads) + 1) + "|"
+    found = {name: coverage(name) for name in names}
+    for name, (cells, _) in found.items():
+        yield f"| {name} | {' | '.join(cells)} |"
+    yield ""
+    for name, (_, left) in found.items():
+        yield f"- {name}{':' if left else ': nothing to name.'}"
+        for why, places in left.items():
+            where = ", ".join(f"{place} on {' and '.join(targets)}" for place, targets in places.items())
+            yield f"  - {why} ({where})"
+
+
+def main() -> None:
+    """Rewrite the table in place, or print that of some families."""
+    names = [name for name in WHOLE if not sys.argv[1:] or any(part in name for part in sys.argv[1:])]
+    text = "\n".join(written(names))
+    if len(names) < len(WHOLE):
+        print(text)
+        return
+    document = DOCUMENT.read_text(encoding="utf-8")
+    body = re.compile(r"(<!-- coverage -->\n).*?(?=<!-- end -->)", re.DOTALL)
+    DOCUMENT.write_text(body.sub(lambda found: f"{found[1]}{text}\n", document), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
