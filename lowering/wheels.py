@@ -1,4 +1,4 @@
-"""Wheels kept apart from the environment: fetched with pip into the cache directory, unpacked there, never installed."""
+"""Wheels kept apart from the environment: fetched with pip into the cache directory, unpacked, never installed."""
 
 from __future__ import annotations
 
