@@ -22,6 +22,15 @@ FUSED = "fused"
 """Stands among the refused kernels for the operator that a target does not have."""
 
 
+def there(target: Target, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a kernel's `refuse` or `prepare` gives for a target, which it may ask for."""
+    token = CHOSEN_FOR.set(target)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        CHOSEN_FOR.reset(token)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One way to run an op.
@@ -87,15 +96,8 @@ class Kernel:
         if reason is None and call is not None and call.around:
             reason = self._refusal_under(call.around)
         if reason is None and call is not None and self.refuse is not None:
-            reason = self._refused_there(self.refuse, target, call)
+            reason = there(target, self.refuse, *call.args, **call.kwargs)
         return reason
-
-    def _refused_there(self, refuse: Refusal, target: Target, call: OpCall) -> str | None:
-        token = CHOSEN_FOR.set(target)
-        try:
-            return refuse(*call.args, **call.kwargs)
-        finally:
-            CHOSEN_FOR.reset(token)
 
     def _refusal_under(self, surroundings: str) -> str | None:
         around = set(surroundings.split(" and "))

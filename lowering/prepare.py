@@ -18,6 +18,7 @@ from params.shards import AddendWeight, SomeExperts, VocabularyWeight
 
 from . import detect
 from . import target as targets
+from .kernel import there
 from .op import Op, find
 from .policy import MODE, Policy
 from .target import Target
@@ -62,5 +63,5 @@ def _laid_out(op: Op, weight: Tensor | QuantizedWeight, policy: Policy, target: 
         return weight
     takers = (kernel for kernel, refusal in op.candidates(policy, target) if refusal is None and kernel.reads(weight))
     kernel = next(takers, None)
-    made = None if kernel is None or kernel.prepare is None else kernel.prepare(weight)
+    made = None if kernel is None or kernel.prepare is None else there(target, kernel.prepare, weight)
     return weight if made is None else made

@@ -118,7 +118,7 @@ TARGETS: dict[str, Target] = {
 }
 
 CHOSEN_FOR: ContextVar[Target | None] = ContextVar("lowering_chosen_for", default=None)
-"""The target that a kernel is being chosen for, while its `refuse` runs."""
+"""The target that a kernel is being chosen for, while its `refuse` or `prepare` runs."""
 
 EVERY = tuple(name for name, target in TARGETS.items() if target.refused is None)
 """Names of the targets that are not refused: what a kernel of plain Torch operators serves."""

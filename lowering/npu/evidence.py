@@ -94,6 +94,7 @@ OPERATORS: dict[str, Evidence] = {
     "npu_dynamic_mx_quant": _row("5", "5", "- - 8.5.0", "vllm-ascend quantization/methods/w8a8_mxfp8.py"),
     "npu_dequant_swiglu_quant": _row("23", "", "8.5.0 9.0.0 8.5.0"),
     "npu_quant_matmul": _row("23", "235", "8.5.0 8.5.0 8.5.0", "vllm-ascend quantization/methods/w8a8_mxfp8.py"),
+    "npu_convert_weight_to_int4pack": _row("23", "235", "8.5.0 8.5.0 8.5.0", "vllm-ascend quantization/methods"),
     "npu_format_cast": _row("235", "235", "8.5.0 8.5.0 8.5.0", "vllm-ascend quantization/methods"),
     # Sampling
     "npu_top_k_top_p": _row("235", "23", "8.5.0 8.5.0 9.0.0", "vllm-ascend sample/sampler.py"),

@@ -30,10 +30,11 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "npu_chunk_gated_delta_rule": (
         "query", "key", "value", "beta", "initial_state", "actual_seq_lengths", "scale", "g",
     ),
+    "npu_convert_weight_to_int4pack": ("weight",),
     "npu_dequant_swiglu_quant": ("x", "activate_left", "quant_mode"),
     "npu_dynamic_mx_quant": ("input", "axis", "round_mode", "dst_type", "block_size", "scale_alg"),
     "npu_dynamic_quant": ("input", "dst_type"),
-    "npu_format_cast": ("input", "acl_format"),
+    "npu_format_cast": ("input", "acl_format", "customize_dtype"),
     "npu_fused_causal_conv1d": (
         "x", "weight", "conv_states", "query_start_loc", "cache_indices", "max_query_len",
     ),
@@ -45,7 +46,8 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "npu_geglu": ("input", "dim", "approximate", "activate_left"),
     "npu_gemma_rms_norm": ("input", "gamma", "epsilon"),
     "npu_grouped_matmul": (
-        "x", "weight", "bias", "scale", "per_token_scale", "group_list", "split_item", "group_type", "group_list_type",
+        "x", "weight", "bias", "scale", "antiquant_scale", "per_token_scale", "group_list", "split_item",
+        "group_type", "group_list_type",
         "output_dtype", "scale_dtype", "per_token_scale_dtype",
     ),
     "npu_grouped_matmul_swiglu_quant_v2": (

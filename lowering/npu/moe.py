@@ -1,7 +1,7 @@
 """Mixture of experts: routing in one operator; experts as a sort of the rows, two grouped products and a weighted sum.
 
-The operators are npu_moe_gating_top_k_softmax_v2, or npu_moe_gating_top_k for experts in groups and for sigmoids, then
-npu_moe_init_routing_v2, npu_grouped_matmul, npu_swiglu and npu_moe_token_unpermute. Rows are token-major: row
+The operators are npu_moe_gating_top_k_softmax_v2, or npu_moe_gating_top_k for experts in groups, for sigmoids and on
+950, then npu_moe_init_routing_v2, npu_grouped_matmul, npu_swiglu and npu_moe_token_unpermute. Rows are token-major: row
 i * choices + j is choice j of token i. Group sizes are counts, on the device.
 """
 
@@ -15,7 +15,7 @@ from params.tree import tree
 from ..ops.moe import experts, route_grouped, route_sigmoid, route_softmax
 from ..weights import PreparedWeight, plain
 from .features import npu
-from .kernel import FLOATS, above, empty, fused, wrong_dtype
+from .kernel import FLOATS, HALVES, above, empty, fused, machine, wrong_dtype
 from .mlp import activated
 
 NZ = 29
@@ -88,22 +88,31 @@ def _route(logits, *, top_k):
 
 
 MOST_GROUPED = 2048
-"""Experts that the routing in groups takes, each group filled up to a multiple of 32."""
+"""Experts that npu_moe_gating_top_k takes, groups of which some are kept filled up to multiples of 32."""
 BY_BEST, SOFTMAX, NORM_FIRST = 0, 0, 0
 """A group is as good as its best expert; scores are a softmax; over all experts, before any is chosen."""
 BY_BEST_TWO, SIGMOID = 1, 1
 """A group is as good as its two best experts; scores are sigmoids, renormalised over those chosen."""
 
 
+def _refuse_all(logits, *, top_k) -> str | None:
+    return wrong_dtype(FLOATS, logits=logits) or empty(logits=logits) or above(MOST_GROUPED, experts=logits.shape[1])
+
+
+@fused(route_softmax, "npu_moe_gating_top_k", "npu_moe_gating_top_k", refuse=_refuse_all)
+def _route_all(logits, *, top_k):
+    # It leaves the softmax as it is over those chosen, in the logits' dtype: float32, for the quotient is rounded too.
+    weights, ids, _ = npu.npu_moe_gating_top_k(logits.float(), top_k, renorm=NORM_FIRST, norm_type=SOFTMAX)
+    return (weights / weights.sum(-1, keepdim=True)).to(logits.dtype), ids
+
+
 def _refuse_grouped(logits, *, top_k, groups, kept_groups, scale) -> str | None:
     count = logits.shape[1]
-    if count // groups <= 2:
-        return f"takes groups of 3 experts or more; this call has {count // groups}"
     if not 1 <= top_k <= count // groups * kept_groups:
         return f"takes as many choices as the kept groups have experts at most; this call has {top_k}"
-    if -(-(count // groups) // 32) * 32 * groups > MOST_GROUPED:
+    if kept_groups < groups < count and -(-(count // groups) // 32) * 32 * groups > MOST_GROUPED:
         return f"takes at most {MOST_GROUPED} experts, groups filled up to multiples of 32; this call has {count}"
-    return wrong_dtype(FLOATS, logits=logits) or empty(logits=logits)
+    return wrong_dtype(FLOATS, logits=logits) or empty(logits=logits) or above(MOST_GROUPED, experts=count)
 
 
 @fused(route_grouped, "npu_moe_gating_top_k", "npu_moe_gating_top_k", refuse=_refuse_grouped)
@@ -119,6 +128,8 @@ def _route_grouped(logits, *, top_k, groups, kept_groups, scale):
 def _refuse_sigmoid(logits, bias, *, top_k, groups, kept_groups, scale, renormalise) -> str | None:
     if not renormalise:
         return "renormalises over those chosen; this call does not"
+    if logits.shape[1] // groups < 2:
+        return f"takes groups of 2 experts or more; this call has {logits.shape[1] // groups}"
     sizes = {"top_k": top_k, "groups": groups, "kept_groups": kept_groups, "scale": scale}
     return wrong_dtype(FLOATS, logits=logits, bias=bias) or _refuse_grouped(logits, **sizes)
 
@@ -136,8 +147,9 @@ def _refuse_experts(x, weights, ids, gate_up, down, *, caps=None) -> str | None:
     up, back = _by_inputs(gate_up), _by_inputs(down)
     if not 2 <= up.shape[0] <= MOST_EXPERTS:
         return f"takes 2 to {MOST_EXPERTS} experts; this call has {up.shape[0]}"
+    wide = machine(x).name != "ascend950" or machine(x).has_cann("9.0.0")
     return (
-        wrong_dtype(FLOATS, x=x, weights=weights, gate_up=up, down=back)
+        wrong_dtype(FLOATS if wide else HALVES, x=x, weights=weights, gate_up=up, down=back)
         or empty(x=x)
         or above(65535, hidden=x.shape[1], twice_inner=up.shape[2])
         or above(MOST_CHOICES, choices=ids.shape[1])

@@ -148,13 +148,13 @@ def _gemma_rms_norm_rstd(x, weight, *, eps):
 
 @fused(gemma_rms_norm, "npu_rms_norm_1p", "npu_rms_norm", refuse=_refuse_widened, prepare=_prepare)
 def _rms_norm_1p(x, weight, *, eps):
-    return _unit(x.float(), _one_plus(weight), eps)[0].to(x.dtype)
+    # In float32 inside; the weight alone is, where x is not.
+    return _unit(x, _one_plus(weight), eps)[0]
 
 
 @fused(gemma_rms_norm_rstd, "npu_rms_norm_1p", "npu_rms_norm", refuse=_refuse_widened, prepare=_prepare)
 def _rms_norm_1p_rstd(x, weight, *, eps):
-    y, rstd = _unit(x.float(), _one_plus(weight), eps)
-    return y.to(x.dtype), rstd
+    return _unit(x, _one_plus(weight), eps)
 
 
 @fused(add_gemma_rms_norm, "npu_add_gemma_rms_norm", "npu_gemma_rms_norm", refuse=_refuse_sum)
@@ -187,4 +187,4 @@ def _l2(x, *, scale=1.0, eps=1e-6):
     # x / sqrt(sum + eps) is x / sqrt(mean + eps / dim) / sqrt(dim): the factor rides along as the weight, in float32.
     dim = x.shape[-1]
     factor = torch.full((dim,), scale * dim**-0.5, dtype=torch.float32, device=x.device)
-    return _unit(x.float(), factor, eps / dim)[0].to(x.dtype)
+    return _unit(x, factor, eps / dim)[0]

@@ -1,9 +1,11 @@
 """Experts with quantised weights: rows sorted by expert and quantised, two grouped products with a SwiGLU between them.
 
-On Ascend 910 rows are int8 by token and weights int8 or int4; on 950 both are float8 with an exponent for every 32
-inputs, and one operator does the first product, the SwiGLU and the second quantisation. Weights are prepared in the
-device's blocked format where they fill blocks. Plain ones are read through views, but for int4, whose halves of bytes
-are moved at each call.
+Rows are int8 by token, and weights int8, on Ascend 910 also int4; one operator does the SwiGLU and the second
+quantisation, with prepared int8 weights on 910 the first product too, or two where it has caps or that operator is not
+vouched for. On 950 both may be float8 with an exponent
+for every 32 inputs, and one operator does the first product, the SwiGLU and the second quantisation; or weights alone
+are float4, beside rows as they are. Weights are prepared in the device's blocked format where they fill blocks. Plain
+ones are read through views, but for those of 4 bits, which are laid out anew at each call: float4 through the host.
 """
 
 from __future__ import annotations
@@ -15,25 +17,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from params.quant.values import Int4Weight, Int8Weight, MXFP8Weight
+from params.quant.values import Int4Weight, Int8Weight, MXFP4Weight, MXFP8Weight, MXWeight, e2m1_values
 from params.tree import tree
 
 from ..ops.mlp import Caps
 from ..ops.moe import experts
 from ..weights import PreparedWeight
 from .features import npu
-from .kernel import HALVES, above, empty, fused, wrong_dtype
+from .kernel import HALVES, above, empty, fused, machine, wrong_dtype
 from .mlp import activated
 from .moe import BY_TOKEN, COUNTS, MOST_CHOICES, MOST_EXPERTS, NZ, ONE_OUTPUT, ROWS_OF_X, UNQUANTIZED, routed
-from .quant_linear import ASCEND_910, ASCEND_950, EXPONENT, MOST, blocked, by_block, fills_blocks, in_pairs, turned
+from .quant_linear import EXPONENT, MOST, blocked, by_block, fills_blocks, in_pairs, turned
 
-INTEGERS, BLOCKS = "npu_grouped_experts_int", "npu_grouped_experts_mx"
+INTEGERS, APART = "npu_grouped_experts_int", "npu_grouped_experts_int_apart"
+BLOCKS, FOUR_BITS = "npu_grouped_experts_mx", "npu_grouped_experts_mx4"
 SUMS = 0
 """Group sizes are given as running sums."""
 IN_BLOCKS = 2
 """Number of the mode with an exponent for every 32 values."""
+FLOAT4_TARGETS = ("ascend950",)
+"""Targets whose products take float4 weights."""
 PAIR = 64
 """Inputs of two exponents, which lie together."""
+MOST_INT4 = 18432
+"""Inputs of a product with int4 weights, which come in 64s."""
+ASCEND_910 = ("ascend910b", "ascend910_93")
+"""Targets whose products take int4 weights with one scale an output; 950 wants scales of groups of inputs."""
+MOST_OUTPUTS = 10240
+"""Outputs of the operator that multiplies int8 rows, activates and quantises anew."""
 
 
 @tree
@@ -43,7 +54,7 @@ class Int8Experts(PreparedWeight):
     `rounded` are the scales that a product with a bfloat16 result takes.
     """
 
-    kernels = (INTEGERS,)
+    kernels = (INTEGERS, APART)
 
     weight: Tensor
     scale: Tensor
@@ -80,7 +91,7 @@ class Int4Experts(PreparedWeight):
     leaves out and adds as a bias: it takes int8 apart into two int4, the lower one less 8.
     """
 
-    kernels = (INTEGERS,)
+    kernels = (INTEGERS, APART)
 
     weight: Tensor
     scale: Tensor
@@ -143,6 +154,45 @@ class MXFP8Experts(PreparedWeight):
         return [self.weight.mT], [turned(self.pairs)]
 
 
+@tree
+class MXFP4Experts(PreparedWeight):
+    """An `MXFP4Weight` in blocked format, eight outputs in a float32 [experts inputs outputs/8].
+
+    `scale` are its exponents [experts blocks outputs].
+    """
+
+    kernels = (FOUR_BITS,)
+
+    weight: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Experts, outputs, inputs."""
+        count, inputs, words = self.weight.shape
+        return count, 8 * words, inputs
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self.weight.device
+
+    def static_key(self) -> tuple[object, ...]:
+        """What a choice of kernel may depend on."""
+        return MXFP4Experts, self.weight.shape
+
+    def plain(self) -> Any:
+        """The weights as they were."""
+        low, high = (codes.mT for codes in _codes(self.weight).unflatten(1, (-1, 2)).unbind(2))
+        return MXFP4Weight((low | high << 4).contiguous(), self.scale.mT.contiguous())
+
+
+def _codes(words: Tensor) -> Tensor:
+    """The eight codes of 4 bits in each word, the lowest bits first: [experts inputs outputs]."""
+    whole = words.view(torch.int32)
+    return torch.stack([whole >> 4 * at & 15 for at in range(8)], -1).flatten(-2).to(torch.uint8)
+
+
 def _prepare(weight: Int8Weight | Int4Weight) -> Int8Experts | Int4Experts | None:
     _, outputs, inputs = weight.shape
     if _wrong_integers(weight) is not None:
@@ -178,7 +228,23 @@ def _int4(weight: Int4Weight, by_inputs: Callable[[Tensor], Tensor]) -> Int4Expe
 def _prepare_blocks(weight: MXFP8Weight) -> MXFP8Experts | None:
     if _wrong_blocks(weight) is not None:
         return None
-    return replace(_blocks(weight), weight=npu.npu_format_cast(weight.values.detach(), NZ))
+    made = _blocks(weight)
+    # Older products of blocks take no blocked weights.
+    takes = machine(weight.values).has_cann("9.1.0.pre")
+    return replace(made, weight=npu.npu_format_cast(made.weight.detach(), NZ)) if takes else made
+
+
+def _prepare_four(weight: MXFP4Weight) -> MXFP4Experts | None:
+    return _four(weight) if _wrong_blocks(weight) is None else None
+
+
+def _four(weight: Any) -> MXFP4Experts:
+    """A prepared weight, or a plain one laid out: numbers of float32 in the blocks of 16 bits, then packed."""
+    if isinstance(weight, MXFP4Experts):
+        return weight
+    numbers = e2m1_values(weight.packed.detach()).mT.contiguous()
+    words = npu.npu_convert_weight_to_int4pack(npu.npu_format_cast(numbers, NZ, customize_dtype=torch.bfloat16))
+    return MXFP4Experts(words, weight.scale.mT.contiguous())
 
 
 def _blocks(weight: Any) -> MXFP8Experts:
@@ -191,17 +257,25 @@ def _wrong_integers(weight: Any) -> str | None:
     """A sentence about a weight that grouped products do not take."""
     if isinstance(weight, Int8Weight) and weight.scale.shape[-1] != 1:
         return f"takes one scale an output; this weight has {weight.scale.shape[-1]}, for groups of inputs"
-    if isinstance(weight, Int4Weight):
-        if weight.second_scale is not None:
-            return f"takes one scale an output; this weight has {weight.second_scale.shape[-1]}, for groups of inputs"
-        if weight.shape[1] % 8:
-            return f"takes int4 weights with outputs in 8s; this one has {weight.shape[1]}"
+    if isinstance(weight, Int4Weight) and weight.second_scale is not None:
+        return f"takes one scale an output; this weight has {weight.second_scale.shape[-1]}, for groups of inputs"
+    return _wrong_int4(weight) if isinstance(weight, (Int4Weight, Int4Experts)) else None
+
+
+def _wrong_int4(weight: Any) -> str | None:
+    target, (_, outputs, inputs) = machine(weight.scale), weight.shape
+    if target.name not in ASCEND_910:
+        return f"takes int4 weights on {' and '.join(ASCEND_910)}; the target is {target.name}"
+    if outputs % 8:
+        return f"takes int4 weights with outputs in 8s; this one has {outputs}"
+    if inputs % 64 or inputs > MOST_INT4:
+        return f"takes int4 weights with inputs in 64s, up to {MOST_INT4}; this one has {inputs}"
     return None
 
 
 def _wrong_blocks(weight: Any) -> str | None:
     outputs, inputs = weight.shape[1:]
-    if isinstance(weight, MXFP8Weight) and any(weight.padding):
+    if isinstance(weight, MXWeight) and any(weight.padding):
         return f"takes weights without padding; this one has {weight.padding}"
     if inputs % PAIR or outputs % PAIR:
         return f"takes weights with inputs and outputs in 64s; this one has {inputs} and {outputs}"
@@ -227,6 +301,11 @@ def _refuse(kinds: tuple[type, ...], x: Tensor, weights: Tensor, ids: Tensor, ga
 
 
 def _refuse_integers(x, weights, ids, gate_up, down, *, caps=None) -> str | None:
+    wrong = _refuse_apart(x, weights, ids, gate_up, down, caps=caps)
+    return wrong or (f"has no caps; this call has {caps} (SiTU)" if caps is not None else None)
+
+
+def _refuse_apart(x, weights, ids, gate_up, down, *, caps=None) -> str | None:
     wrong = _refuse((Int8Weight, Int4Weight, Int8Experts, Int4Experts), x, weights, ids, gate_up, down)
     wrong = wrong or _wrong_integers(gate_up) or _wrong_integers(down)
     int4 = any(isinstance(weight, (Int4Weight, Int4Experts)) for weight in (gate_up, down))
@@ -238,16 +317,67 @@ def _refuse_blocks(x, weights, ids, gate_up, down, *, caps=None) -> str | None:
     return wrong or _wrong_blocks(gate_up) or _wrong_blocks(down)
 
 
+def _refuse_four(x, weights, ids, gate_up, down, *, caps=None) -> str | None:
+    wrong = _refuse((MXFP4Weight, MXFP4Experts), x, weights, ids, gate_up, down)
+    return wrong or _wrong_blocks(gate_up) or _wrong_blocks(down)
+
+
 @fused(
-    experts, INTEGERS, "npu_moe_init_routing_v2", "npu_grouped_matmul", "npu_dequant_swiglu_quant", "npu_swiglu",
-    "npu_dynamic_quant", "npu_moe_token_unpermute", "npu_format_cast",
-    only=ASCEND_910, refuse=_refuse_integers, prepare=_prepare, weights=(Int8Weight, Int4Weight),
+    experts, INTEGERS, "npu_moe_init_routing_v2", "npu_grouped_matmul_swiglu_quant_v2", "npu_grouped_matmul",
+    "npu_dequant_swiglu_quant", "npu_moe_token_unpermute", "npu_format_cast",
+    refuse=_refuse_integers, prepare=_prepare, weights=(Int8Weight, Int4Weight),
 )  # fmt: skip
 def _integers(x, weights, ids, gate_up, down, *, caps=None):
-    up, back = _laid(gate_up), _laid(down)
+    return _by_token(x, weights, ids, _laid(gate_up), _laid(down), _in_one if _fits_one(gate_up) else _in_two)
+
+
+@fused(
+    experts,
+    APART,
+    "npu_moe_init_routing_v2",
+    "npu_grouped_matmul",
+    "npu_swiglu",
+    "npu_dynamic_quant",
+    "npu_moe_token_unpermute",
+    "npu_format_cast",
+    refuse=_refuse_apart,
+    prepare=_prepare,
+    weights=(Int8Weight, Int4Weight),
+)
+def _integers_apart(x, weights, ids, gate_up, down, *, caps=None):
+    def inner(*product: Any) -> tuple[Tensor, Tensor]:
+        return npu.npu_dynamic_quant(activated(_product(*product), caps), dst_type=torch.int8)
+
+    return _by_token(x, weights, ids, _laid(gate_up), _laid(down), inner)
+
+
+def _by_token(
+    x: Tensor, weights: Tensor, ids: Tensor, up: Any, back: Any, inner: Callable[..., tuple[Tensor, Tensor]]
+) -> Tensor:
+    """The experts' sum; `inner` gives the SwiGLU of the first product as int8 rows, and their scales."""
     rows, places, sizes, scale = routed(x, ids, up.shape[0], quant_mode=BY_TOKEN)
-    inner, inner_scale = _activated(_product(rows, scale, up, sizes, x.dtype), caps)
-    return npu.npu_moe_token_unpermute(_product(inner, inner_scale, back, sizes, x.dtype), places, probs=weights)
+    between = inner(rows, scale, up, sizes, x.dtype)
+    return npu.npu_moe_token_unpermute(_product(*between, back, sizes, x.dtype), places, probs=weights)
+
+
+def _fits_one(gate_up: Any) -> bool:
+    """Whether one operator does the first product too: with int8 weights in blocked format, on 910 from 9.0.0 on."""
+    target = machine(gate_up.scale)
+    there = target.name in ASCEND_910 and target.has_cann("9.0.0")
+    return there and isinstance(gate_up, Int8Experts) and gate_up.shape[1] <= MOST_OUTPUTS
+
+
+def _in_one(
+    rows: Tensor, token_scale: Tensor, weight: Int8Experts, sizes: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The SwiGLU of each expert's int8 rows times its weight, quantised by token; nothing is rounded to `dtype`."""
+    # 910 takes the defaults alone for the modes and dtypes: int8 by token, and float32 between.
+    sums, scale = sizes.cumsum(0), [weight.scale]
+    return npu.npu_grouped_matmul_swiglu_quant_v2(rows, [weight.weight], scale, token_scale, sums, group_list_type=SUMS)
+
+
+def _in_two(*product: Any) -> tuple[Tensor, Tensor]:
+    return npu.npu_dequant_swiglu_quant(_product(*product), activate_left=True, quant_mode=1)
 
 
 def _product(
@@ -260,17 +390,10 @@ def _product(
     )[0]  # fmt: skip
 
 
-def _activated(gate_up: Tensor, caps: Caps | None) -> tuple[Tensor, Tensor]:
-    """The SwiGLU as int8 rows, and their scales. One operator does both, for bfloat16 without caps alone."""
-    if gate_up.dtype == torch.bfloat16 and caps is None:
-        return npu.npu_dequant_swiglu_quant(gate_up, activate_left=True, quant_mode=1)
-    return npu.npu_dynamic_quant(activated(gate_up, caps), dst_type=torch.int8)
-
-
 @fused(
     experts, BLOCKS, "npu_moe_init_routing_v2", "npu_dynamic_mx_quant", "npu_grouped_matmul_swiglu_quant_v2",
     "npu_grouped_matmul", "npu_moe_token_unpermute", "npu_format_cast",
-    only=ASCEND_950, refuse=_refuse_blocks, prepare=_prepare_blocks, weights=(MXFP8Weight,),
+    refuse=_refuse_blocks, prepare=_prepare_blocks, weights=(MXFP8Weight,),
 )  # fmt: skip
 def _in_blocks(x, weights, ids, gate_up, down, *, caps=None):
     rows, places, sizes, _ = routed(x, ids, gate_up.shape[0], quant_mode=UNQUANTIZED)
@@ -304,3 +427,37 @@ def _block_product(rows: Tensor, row_scale: Tensor, weight: MXFP8Experts, sizes:
         group_type=ROWS_OF_X, split_item=ONE_OUTPUT, output_dtype=dtype, scale_dtype=EXPONENT,
         per_token_scale_dtype=EXPONENT,
     )[0]  # fmt: skip
+
+
+@fused(
+    experts,
+    FOUR_BITS,
+    "npu_moe_init_routing_v2",
+    "npu_grouped_matmul",
+    "npu_swiglu",
+    "npu_moe_token_unpermute",
+    "npu_format_cast",
+    "npu_convert_weight_to_int4pack",
+    only=FLOAT4_TARGETS,
+    refuse=_refuse_four,
+    prepare=_prepare_four,
+    weights=(MXFP4Weight,),
+)
+def _in_four_bits(x, weights, ids, gate_up, down, *, caps=None):
+    rows, places, sizes, _ = routed(x, ids, gate_up.shape[0], quant_mode=UNQUANTIZED)
+    inner = activated(_four_product(rows, _four(gate_up), sizes), caps)
+    return npu.npu_moe_token_unpermute(_four_product(inner, _four(down), sizes), places, probs=weights)
+
+
+def _four_product(rows: Tensor, weight: MXFP4Experts, sizes: Tensor) -> Tensor:
+    """Each expert's rows times the numbers of its weight."""
+    return npu.npu_grouped_matmul(
+        [rows],
+        [weight.weight],
+        antiquant_scale=[weight.scale],
+        group_list=sizes,
+        group_list_type=COUNTS,
+        group_type=ROWS_OF_X,
+        split_item=ONE_OUTPUT,
+        output_dtype=rows.dtype,
+    )[0]

@@ -1,8 +1,8 @@
 """Projections with quantised weights: x quantised by one operator, multiplied by npu_quant_matmul.
 
-On Ascend 910 in int8, by a scale for each token or by one measured beforehand; on 950 in float8 with an exponent for
-every 32 inputs. Weights lie as [outputs inputs] in a checkpoint, which the product takes as a transposed view; int8
-ones are prepared in the device's blocked format, and exponents of an odd number of blocks filled up to pairs.
+In int8, by a scale for each token or by one measured beforehand; on 950 also in float8 with an exponent for every 32
+inputs. Weights lie as [outputs inputs] in a checkpoint, which the product takes as a transposed view; int8 ones are
+prepared in the device's blocked format, and exponents of an odd number of blocks filled up to pairs.
 """
 
 from __future__ import annotations
@@ -21,10 +21,6 @@ from ..weights import PreparedWeight
 from .features import npu
 from .kernel import HALVES, above, empty, fused, wrong_dtype
 
-ASCEND_910 = ("ascend910b", "ascend910_93")
-"""Targets that the int8 forms are documented for."""
-ASCEND_950 = ("ascend950",)
-"""The target of float8."""
 NZ = 29
 """Number of the blocked format that the device's matrix unit reads without rearranging."""
 MOST = 65535
@@ -158,7 +154,7 @@ def _prepare_static(weight: StaticInt8Weight) -> StaticInt8Blocks | None:
 
 
 def _by_input(weight: StaticInt8Weight) -> tuple[Tensor, Tensor]:
-    """1 / input_scale and the offset [inputs]. In float32: bfloat16 would move values by whole steps."""
+    """1 / input_scale and the offset [inputs], in float32."""
     inputs = weight.shape[1]
     return weight.input_scale.float().reciprocal().repeat(inputs), weight.input_offset.float().repeat(inputs)
 
@@ -192,7 +188,7 @@ def _refuse_blocks(x, weight) -> str | None:
 
 @fused(
     linear, DYNAMIC, "npu_dynamic_quant", "npu_quant_matmul", "npu_format_cast",
-    only=ASCEND_910, refuse=_refuse_dynamic, prepare=_prepare_dynamic, weights=(Int8Weight,),
+    refuse=_refuse_dynamic, prepare=_prepare_dynamic, weights=(Int8Weight,),
 )  # fmt: skip
 def _dynamic(x, weight):
     rows, token_scale = npu.npu_dynamic_quant(_flat(x), dst_type=torch.int8)
@@ -206,21 +202,22 @@ def _dynamic(x, weight):
 
 @fused(
     linear, STATIC, "npu_quantize", "npu_quant_matmul", "npu_format_cast",
-    only=ASCEND_910, refuse=_refuse_static, prepare=_prepare_static, weights=(StaticInt8Weight,),
+    refuse=_refuse_static, prepare=_prepare_static, weights=(StaticInt8Weight,),
 )  # fmt: skip
 def _static(x, weight):
     if isinstance(weight, StaticInt8Blocks):
         values, scale, factor, offset = weight.blocked, weight.scale, weight.reciprocal, weight.offset
     else:
         values, scale, (factor, offset) = weight.values.mT, weight.product_scale(), _by_input(weight)
-    rows = npu.npu_quantize(_flat(x), factor, offset, torch.qint8, axis=-1, div_mode=False)
+    # Scales have x's dtype, and those of 16 bits would move a tenth of the values by a step.
+    rows = npu.npu_quantize(_flat(x).float(), factor, offset, torch.qint8, axis=-1, div_mode=False)
     y = npu.npu_quant_matmul(rows, values, scale, bias=weight.correction, output_dtype=x.dtype)
     return y.view(*x.shape[:-1], -1)
 
 
 @fused(
     linear, BLOCKS, "npu_dynamic_mx_quant", "npu_quant_matmul",
-    only=ASCEND_950, refuse=_refuse_blocks, prepare=_prepare_blocks, weights=(MXFP8Weight,),
+    refuse=_refuse_blocks, prepare=_prepare_blocks, weights=(MXFP8Weight,),
 )  # fmt: skip
 def _blocks(x, weight):
     rows, token_scale = by_block(F.pad(_flat(x), weight.padding))

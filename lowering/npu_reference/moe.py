@@ -66,15 +66,12 @@ def _grouped_like(
     experts = x.shape[1]
     need_one_dtype(x=x, bias=bias)
     need_shape((experts,), "one an expert", bias=bias)
-    need(renorm == 0, f"renorm is {renorm}; the operator takes 0 only")
+    need(renorm == 0, f"renorm is {renorm}; the reference covers 0")
     need(norm_type in (0, 1), f"norm_type is {norm_type}; expected 0 (softmax) or 1 (sigmoid)")
     modes = "0 (a group's best expert) or 1 (its two best)"
     need(group_select_mode in (0, 1), f"group_select_mode is {group_select_mode}; expected {modes}")
-    need(experts <= 2048, f"x has {experts} experts; expected at most 2048")
     need(group_count > 0 and experts % group_count == 0, f"{experts} experts make no {group_count} groups")
     each = experts // group_count
-    need(each > 2, f"groups have {each} experts; expected more than 2")
-    need(-(-each // 32) * 32 * group_count <= 2048, f"{group_count} groups of {each}, filled up to 32s, exceed 2048")
     need(1 <= k_group <= group_count, f"k_group is {k_group}; expected 1 to {group_count}")
     need(1 <= k <= k_group * each, f"k is {k}; expected 1 to {k_group * each}, the experts of the groups kept")
     need(x.numel() > 0, f"x is {shown(x)}; what the operator does without tokens is not documented")

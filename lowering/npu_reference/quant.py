@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .checks import (
-    ASCEND_950,
     FLOATS,
     need,
     need_default,
@@ -18,7 +17,6 @@ from .checks import (
     need_rank,
     need_shape,
     shown,
-    soc,
 )
 from .registration import operator
 
@@ -36,20 +34,9 @@ UNDEFINED = -128
 """Stands for an int8 that is not defined."""
 
 
-def need_910(name: str = "int8") -> None:
-    """The operator is documented for 910B and 910_93 in this mode."""
-    need(soc() != ASCEND_950, f"{name} is not documented for {ASCEND_950}; expected ascend910b or ascend910_93")
-
-
-def need_950(name: str) -> None:
-    """The operator is documented for 950 alone in this mode."""
-    need(soc() == ASCEND_950, f"{name} is documented for {ASCEND_950} alone; the target is {soc()}")
-
-
 def _quantize_like(
     input: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: int, axis: int, div_mode: bool
 ) -> Tensor:
-    need_910()
     need(not div_mode, "div_mode is True; the reference covers False, where scales are multiplied with")
     need(dtype == QINT8, f"dtype is number {dtype}; the reference covers torch.qint8 (number {QINT8})")
     need(axis in (-1, input.dim() - 1), f"axis is {axis}; the reference covers the last one")
@@ -89,7 +76,6 @@ def by_token(x: Tensor) -> tuple[Tensor, Tensor]:
 def _dynamic_like(
     input: Tensor, dst_type: int | None, quant_mode: str, dst_type_max: float, **rest: object
 ) -> tuple[Tensor, Tensor]:
-    need_910()
     need_default(**rest)
     need(dst_type in (None, INT8), f"dst_type is number {dst_type}; the reference covers int8")
     need(quant_mode == "pertoken", f"quant_mode is {quant_mode!r}; the reference covers 'pertoken'")
@@ -110,7 +96,6 @@ def _blocks_like(
     input: Tensor, axis: int, round_mode: str, dst_type: int, block_size: int, scale_alg: int | None,
     dst_type_max: float, max_low_bound: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    need_950("npu_dynamic_mx_quant")
     need_dtype(FLOATS, input=input)
     need_rank(1, 7, input=input)
     need(axis in (-1, input.dim() - 1), f"axis is {axis}; the reference covers the last one")
@@ -162,11 +147,10 @@ def _swiglu_like(
     x: Tensor, quant_mode: int, swiglu_mode: int, activate_left: bool, clamp_limit: float, glu_alpha: float,
     glu_bias: float, **rest: object,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    need_910()
     need_default(**rest)
     need(quant_mode == 1, f"quant_mode is {quant_mode}; the reference covers 1, a scale for each token")
     need(swiglu_mode == 0, f"swiglu_mode is {swiglu_mode}; the reference covers 0, without clamping")
-    need_dtype((torch.bfloat16,), x=x)
+    need_dtype(HALVES, x=x)
     need_rank(2, 2, x=x)
     need(x.shape[1] % 2 == 0, f"x is {shown(x)}; its last axis has no two halves")
     need(x.numel() > 0, f"x is {shown(x)}; what the operator does without elements is not documented")

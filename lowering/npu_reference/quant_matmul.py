@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .checks import OperatorError, need, need_contiguous, need_default, need_dtype, need_rank, need_shape, shown
-from .quant import BLOCK, by_block, need_910, need_950, of_blocks, pairs
+from .quant import BIAS, BLOCK, INT8, NOT_A_NUMBER, by_block, by_token, of_blocks, pairs
 from .registration import operator
 
 E8M0 = 293
@@ -74,7 +74,6 @@ def _need_int8(
     x1: Tensor, x2: Tensor, scale: Tensor, pertoken_scale: Tensor | None, bias: Tensor | None, out: torch.dtype
 ) -> None:
     """What the documentation's table of dtypes lists for outputs of float16 and bfloat16."""
-    need_910()
     need_dtype((torch.int8,), x1=x1, x2=x2)
     need_laid(None, x2=x2)
     need_dtype((torch.float32, torch.bfloat16) if out == torch.bfloat16 else (torch.float32,), scale=scale)
@@ -91,7 +90,6 @@ def _need_exponents(*dtypes: int | None) -> None:
 
 def _need_blocks(x: Tensor, weight: Tensor, scale: Tensor, token_scale: Tensor | None) -> None:
     """Exponents [*groups pairs outputs 2] and [tokens pairs 2]; weight and exponents are views of rows by output."""
-    need_950("float8")
     need_dtype((FP8,), x=x, weight=weight)
     need_laid(True, weight=weight)
     tokens, inputs = x.shape
@@ -161,7 +159,6 @@ def need_quantized_factors(
         _need_exponents(*dtypes)
         _need_blocks(x, weight, own, token)
         return weight.shape[2], out
-    need_910()
     need_dtype((torch.int8,), x=x)
     need_default(scale_dtype=dtypes[0], per_token_scale_dtype=dtypes[1])
     need_dtype((torch.float32,), per_token_scale=token)
@@ -190,6 +187,41 @@ def _need_int4(weight: Tensor, bias: Tensor, scale: Tensor, out: torch.dtype) ->
     return 8 * words
 
 
+def need_float4(x: Tensor, weight: Tensor, scale: Tensor, output_dtype: int | None) -> tuple[int, torch.dtype]:
+    """Checks 16-bit rows beside float4 weights, eight outputs in a float32; the outputs, and their dtype."""
+    need_dtype(DTYPES.values(), x=x)
+    need_dtype((torch.float32,), weight=weight)
+    need_dtype((torch.uint8,), antiquant_scale=scale)
+    need_rank(2, 2, x=x)
+    need_rank(3, 3, weight=weight)
+    need_contiguous(x=x, weight=weight, antiquant_scale=scale)
+    groups, inputs, words = weight.shape
+    need(x.shape[1] == inputs, f"x is {shown(x)} and weight {shown(weight)}; inner axes differ")
+    need_shape((groups, inputs // BLOCK, 8 * words), "groups, blocks, outputs", antiquant_scale=scale)
+    out = output(output_dtype)
+    need(out == x.dtype, f"output_dtype is {out} for rows of {x.dtype}; both must be the same")
+    return 8 * words, out
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Numbers of the codes 0 to 7; eight more are their negatives."""
+
+
+def packed(numbers: Tensor) -> Tensor:
+    """Eight numbers of float4 in the bits of a float32, the first in the lowest."""
+    code = torch.searchsorted(torch.tensor(E2M1), numbers.abs()) + 8 * numbers.signbit()
+    words = (code.unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(words < 2**31, words, words - 2**32).int().view(torch.float32)
+
+
+def float4(words: Tensor, scale: Tensor) -> Tensor:
+    """Numbers in float64 [groups inputs outputs] of packed codes [groups inputs outputs/8] and their exponents."""
+    codes = nibbles(words.view(torch.int32)).long() & 15
+    power = torch.exp2(scale.double() - BIAS).masked_fill(scale == NOT_A_NUMBER, torch.nan)
+    table = torch.tensor([*E2M1, *(-number for number in E2M1)], dtype=torch.float64)
+    return table[codes] * power.repeat_interleave(BLOCK, 1)
+
+
 def quantized_product(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, token_scale: Tensor) -> Tensor:
     """One group of `npu_grouped_matmul`: its rows, its weight [inputs outputs], its scales."""
     if x.dtype == FP8:
@@ -215,22 +247,37 @@ def _swiglu_quant_like(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     need_default(**rest)
     need(len(weight) == len(weight_scale) == 1, "the reference covers one tensor of weights and one of their scales")
-    need(dequant_mode == quant_mode == 2, f"modes are {dequant_mode} and {quant_mode}; the reference covers 2, blocks")
+    mode, dtype = (0, INT8) if x.dtype == torch.int8 else (2, FLOAT8)
+    modes = f"modes are {dequant_mode} and {quant_mode}; the reference covers {mode} for {x.dtype}"
+    need(dequant_mode == quant_mode == mode, modes)
     need(dequant_dtype == FLOAT32, f"dequant_dtype is number {dequant_dtype}; expected float32 ({FLOAT32})")
-    need(quant_dtype == FLOAT8, f"quant_dtype is number {quant_dtype}; the reference covers float8_e4m3fn")
+    need(quant_dtype == dtype, f"quant_dtype is number {quant_dtype}; the reference covers that of x, {dtype}")
     need(group_list_type in (0, 1), f"group_list_type is {group_list_type}; expected 0 (running sums) or 1 (counts)")
     need_rank(2, 2, x=x)
     need_rank(3, 3, weight=weight[0])
     need_contiguous(x=x)
     need(x.shape[1] == weight[0].shape[1], f"x is {shown(x)} and weight {shown(weight[0])}; inner axes differ")
-    _need_exponents(weight_scale_dtype, x_scale_dtype)
-    _need_blocks(x, weight[0], weight_scale[0], x_scale)
-    outputs = weight[0].shape[2]
-    need(outputs % (4 * BLOCK) == 0, f"weight {shown(weight[0])} has {outputs} outputs; expected halves of 64s")
     need_dtype((torch.int64,), group_list=group_list)
     need_shape(weight[0].shape[:1], "one entry a group", group_list=group_list)
-    inner = outputs // 2
-    return x.new_empty(x.shape[0], inner), x.new_empty(x.shape[0], pairs(inner), 2, dtype=torch.uint8)
+    tokens, inner = x.shape[0], weight[0].shape[2] // 2
+    if x.dtype == torch.int8:
+        need_default(weight_scale_dtype=weight_scale_dtype, x_scale_dtype=x_scale_dtype)
+        _need_int8_groups(x, weight[0], weight_scale[0], x_scale)
+        return x.new_empty(tokens, inner), x.new_empty(tokens, dtype=torch.float32)
+    _need_exponents(weight_scale_dtype, x_scale_dtype)
+    _need_blocks(x, weight[0], weight_scale[0], x_scale)
+    need(inner % (2 * BLOCK) == 0, f"weight {shown(weight[0])} has {2 * inner} outputs; expected halves of 64s")
+    return x.new_empty(tokens, inner), x.new_empty(tokens, pairs(inner), 2, dtype=torch.uint8)
+
+
+def _need_int8_groups(x: Tensor, weight: Tensor, scale: Tensor, token_scale: Tensor) -> None:
+    """Weights are contiguous, for they must be blocked; scales [groups outputs] and [tokens]."""
+    need_dtype((torch.int8,), weight=weight)
+    need_laid(False, weight=weight)
+    need_dtype((torch.float32, torch.bfloat16, torch.float16), scale=scale)
+    need_shape((weight.shape[0], weight.shape[2]), "groups, outputs", scale=scale)
+    need_dtype((torch.float32,), token_scale=token_scale)
+    need_shape(x.shape[:1], "one a row", token_scale=token_scale)
 
 
 @operator("npu_grouped_matmul_swiglu_quant_v2", shapes=_swiglu_quant_like)
@@ -238,11 +285,15 @@ def npu_grouped_matmul_swiglu_quant_v2(
     x: Tensor, weight: list[Tensor], weight_scale: list[Tensor], x_scale: Tensor, group_list: Tensor,
     group_list_type: int, **rest: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(float8 e4m3, exponents in pairs) of a * sigmoid(a) * b, where a and b are the halves of each group's product."""
+    """a * sigmoid(a) * b, where a and b are the halves of each group's product, quantised as x is.
+
+    To (float8 e4m3, exponents in pairs) or (int8, the scale of each row); the product is rounded to float32.
+    """
     counts = counted(group_list, group_list_type, x.shape[0])
     groups = zip(x.split(counts), weight[0], weight_scale[0], x_scale.split(counts), strict=True)
-    a, b = torch.cat([over_blocks(*group) for group in groups]).float().chunk(2, -1)
-    return by_block(a * a.sigmoid() * b)
+    products = [quantized_product(rows, one, None, *scales) for rows, one, *scales in groups]
+    a, b = torch.cat(products).float().chunk(2, -1)
+    return (by_token if x.dtype == torch.int8 else by_block)(a * a.sigmoid() * b)
 
 
 def counted(group_list: Tensor, group_list_type: int, rows: int) -> list[int]:

@@ -5,7 +5,21 @@ and the dry run raise what `refused` says, so that a kernel cannot make a call h
 call that passes may still be wrong or slow there: what runs on the device was not read.
 """
 
-from . import attention, cache, delta, hyper_connection, mla, quant, sampling, short_conv, sparse
+from . import (
+    attention,
+    cache,
+    delta,
+    hyper_connection,
+    mla,
+    mlp,
+    moe,
+    norm,
+    quant,
+    rotary,
+    sampling,
+    short_conv,
+    sparse,
+)
 from .check import CHECKS, HostCheck, refused
 
 # The modules enter their checks when they are imported.
@@ -17,8 +31,12 @@ __all__ = [
     "delta",
     "hyper_connection",
     "mla",
+    "mlp",
+    "moe",
+    "norm",
     "quant",
     "refused",
+    "rotary",
     "sampling",
     "short_conv",
     "sparse",

@@ -15,14 +15,18 @@ from tests.lowering.npu.host_checks import (
     delta,
     hyper_connection,
     mla,
+    mlp,
+    moe,
+    norm,
     quant,
+    rotary,
     sampling,
     short_conv,
     sparse,
 )
 from tests.lowering.npu.host_checks.calls import Bad, completed
 
-FAMILIES = (attention, cache, delta, hyper_connection, mla, quant, sampling, short_conv, sparse)
+FAMILIES = (attention, cache, delta, hyper_connection, mla, mlp, moe, norm, quant, rotary, sampling, short_conv, sparse)
 GOOD = {operator: arguments for family in FAMILIES for operator, arguments in family.GOOD.items()}
 BAD = [(operator, bad) for family in FAMILIES for operator, bads in family.BAD.items() for bad in bads]
 CANN = ("8.5.0", "9.0.0", "9.1.0", "master")

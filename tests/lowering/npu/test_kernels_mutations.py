@@ -240,6 +240,8 @@ FLIPS = [
     Flip("npu_grouped_matmul", "a row has its own scale", but(per_token_scale=lambda s: [s[0].flip(0)])),
     Flip("npu_grouped_matmul", "an expert has its own scales", but(scale=lambda s: [s[0].flip(0)])),
     Flip("npu_grouped_matmul", "what int4 leaves out is added", but(bias=lambda b: [torch.zeros_like(b[0])])),
+    Flip("npu_grouped_matmul", "blocks have their own exponents", but(antiquant_scale=lambda s: [s[0].flip(1)])),
+    Flip("npu_convert_weight_to_int4pack", "eight outputs share a word", at(0, lambda x: x.flip(-1))),
     Flip("npu_grouped_matmul", "the result's dtype is named", without("output_dtype")),
     Flip("npu_moe_init_routing_v2", "rows are quantised", but(quant_mode=lambda _: -1), {"quant_mode": 1}),
     Flip(SWIGLU_QUANT, "the first half is activated", without("activate_left")),

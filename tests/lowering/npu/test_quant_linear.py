@@ -10,10 +10,11 @@ from torch import Tensor
 
 import lowering
 from lowering import LoweringError, Policy, npu_reference, ops
-from lowering.kernel import FUSED
+from lowering.kernel import FUSED, there
 from lowering.npu.quant_linear import Int8Blocks, MXFP8Pairs, StaticInt8Blocks, in_pairs, turned
+from lowering.target import ASCEND, Target, named
 from params import tree
-from params.quant.rounding import int8_range, int8_weight, mxfp8
+from params.quant.rounding import int8_range, int8_weight, mxfp8, static_int8
 from params.quant.values import Int8Weight, MXFP8Weight, SplitWeight, StaticInt8Weight
 from params.tree import tree_map
 from tests.cases import Draw
@@ -22,6 +23,7 @@ BFLOAT, HALF = torch.bfloat16, torch.float16
 HALVES = {"bf16": BFLOAT, "f16": HALF}
 ASCEND_910, ASCEND_950 = "ascend910b", "ascend950"
 DYNAMIC, STATIC, BLOCKS = "npu_quant_matmul", "npu_quant_matmul_static", "npu_quant_matmul_mx"
+CANN = ("8.5.0", "9.0.0", "9.1.0")
 WIDTHS = (32, 48, 64, 96, 100, 160, 4304)
 
 
@@ -47,11 +49,17 @@ def weight(kind: type, outputs: int, inputs: int, seed: int = 0) -> Any:
 KINDS = {
     DYNAMIC: (Int8Weight, ASCEND_910), STATIC: (StaticInt8Weight, ASCEND_910), BLOCKS: (MXFP8Weight, ASCEND_950),
 }  # fmt: skip
+EVERYWHERE = [
+    *((DYNAMIC, name, cann) for name in ASCEND for cann in CANN),
+    *((STATIC, name, cann) for name in ASCEND for cann in CANN),
+    *((BLOCKS, ASCEND_950, cann) for cann in CANN),
+]
+"""Kernels, and the targets with a CANN that serve them."""
 
 
-def run(x: Tensor, made: Any, target: str, kernel: str) -> Tensor:
-    """The product on a target, which must choose the kernel by itself."""
-    with lowering.use(target=target), lowering.record() as report:
+def run(x: Tensor, made: Any, target: str | Target, kernel: str) -> Tensor:
+    """The product on a target, which must choose the kernel by itself, be it by CANN's statement."""
+    with lowering.use(Policy(evidence="stated"), target=target), lowering.record() as report:
         y = ops.linear(x, made)
     (row,) = report.rows
     assert row.kernel == kernel and FUSED not in row.refused
@@ -73,6 +81,28 @@ def test_products_are_the_formulas_bit_for_bit(kernel: str, inputs: int, dtype: 
     assert tree.equal(made, before) and prepared.shape == made.shape and prepared.device == made.device
     one = Draw(dtype, 5).normal(inputs)
     assert torch.equal(run(one, prepared, target, kernel), ops.linear.body(one, made))
+
+
+@pytest.mark.parametrize(("kernel", "name", "cann"), EVERYWHERE)
+def test_every_machine_multiplies_alike(kernel: str, name: str, cann: str) -> None:
+    """Prepared for the machine or not."""
+    made, x, target = weight(KINDS[kernel][0], 64, 96), Draw(BFLOAT, 4).normal(3, 96), named(name, cann=cann)
+    expected = ops.linear.body(x, made)
+    for one in (made, there(target, ops.linear.kernels[kernel].prepare, made) or made):  # type: ignore[arg-type]
+        assert torch.equal(run(x, one, target, kernel), expected)
+
+
+def test_static_values_would_move_with_scales_of_16_bits() -> None:
+    """A tenth of them by a step, in bfloat16: hence float32 for x too."""
+    made = weight(StaticInt8Weight, 64, 4096)
+    x = Draw(BFLOAT, 4).uniform(-3.1, 4.7, 8, 4096).to(BFLOAT)
+    factor, offset = made.input_scale.reciprocal().repeat(4096), made.input_offset.repeat(4096)
+    given = {"dtype": torch.qint8, "axis": -1, "div_mode": False}
+    wide = torch.ops.npu.npu_quantize(x.float(), factor, offset, **given)
+    narrow = torch.ops.npu.npu_quantize(x, factor.to(BFLOAT), offset.to(BFLOAT), **given)
+    assert torch.equal(wide, static_int8(x, made.input_scale, made.input_offset))
+    moved = (wide.int() - narrow.int()).abs()
+    assert moved.max() >= 1 and (moved > 0).float().mean() > 0.05
 
 
 def test_published_products() -> None:
@@ -195,8 +225,8 @@ def test_other_refusals() -> None:
     plain = ops.linear.explain(x, torch.zeros(32, 64).half(), target=ASCEND_910)
     assert plain.refused[DYNAMIC] == "takes Int8Weight; the weight of this call is plain"
     assert "no fused operator adds to it for a plain weight" in plain.refused[FUSED]
-    elsewhere = ops.linear.explain(x, weight(Int8Weight, 32, 64), target=ASCEND_950).refused[DYNAMIC]
-    assert elsewhere == "serves ascend910b, ascend910_93; target is ascend950"
+    stated = ops.linear.explain(x, weight(StaticInt8Weight, 32, 64), target=ASCEND_950).refused[STATIC]
+    assert stated.startswith("npu_quantize is stated by CANN, not documented or in use for ascend950")
     elsewhere = ops.linear.explain(x, weight(MXFP8Weight, 32, 64), target="ascend910_93").refused[BLOCKS]
     assert elsewhere == "serves ascend950; target is ascend910_93"
 

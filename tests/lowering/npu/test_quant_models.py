@@ -62,7 +62,10 @@ def logits(model: fm.Model, params: Any, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_quantised_model(scheme: str, made: tuple[fm.Model, Any]) -> None:
-    """Its lowered forward is as near to the float model as the formulas' forward is, and the same when prepared."""
+    """Its lowered forward is as near to the float model as the formulas' forward is, and so it is when prepared.
+
+    But for int8 experts, of which one operator then does what two did, it is the same.
+    """
     model, plain = made
     words, target, kernels = SCHEMES[scheme]
     half = trees.tree_map(lambda leaf, value: value.to(leaf.dtype or torch.bfloat16), model.param_spec(), plain)
@@ -78,5 +81,7 @@ def test_a_quantised_model(scheme: str, made: tuple[fm.Model, Any]) -> None:
     assert away <= FURTHER * expected
     prepared = lowering.prepare(params, target)
     with lowering.use(target=target), lowering.record() as again:
-        assert torch.equal(logits(model, prepared, torch.bfloat16), found)
+        laid = logits(model, prepared, torch.bfloat16)
+    assert torch.equal(laid, found) or scheme == "W8A8_DYNAMIC"
+    assert (laid - exact).norm() <= FURTHER * expected * exact.norm()
     assert {row.kernel for row in again.rows} == chosen

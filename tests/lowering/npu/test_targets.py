@@ -7,6 +7,7 @@ import re
 import runpy
 import sys
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,11 @@ import pytest
 import torch
 
 import lowering
-from lowering import OPS, TARGETS, LoweringError, detect, ops
+from lowering import OPS, TARGETS, LoweringError, Policy, detect, ops
 from lowering.detect import of_device
-from lowering.npu import evidence, features
+from lowering.npu import features
+from lowering.npu.evidence import OPERATORS
+from lowering.policy import EVIDENCE
 from lowering.target import ASCEND, named, release
 from tests.cases import CASES
 
@@ -117,30 +120,31 @@ def test_ascend_targets_are_told_apart() -> None:
 
 
 def test_evidence_covers_every_operator_and_every_kernel() -> None:
-    """A kernel serves a target only if a statement names it for each of its operators; CANN's versions are some."""
-    assert features.ARGUMENTS.keys() == evidence.OPERATORS.keys()
-    for row in evidence.OPERATORS.values():
-        assert {*row.documented, *row.in_use, *row.stated} <= set(ASCEND) and all(map(release, row.stated.values()))
+    """A kernel serves a target only if somebody says something for each of its operators there."""
+    assert features.ARGUMENTS.keys() == OPERATORS.keys()
+    for name, row in OPERATORS.items():
+        assert {*row.documented, *row.in_use} <= row.stated.keys() <= set(ASCEND), name
+        assert bool(row.in_use) == bool(row.engines) and all(map(release, row.stated.values())), name
     for op in OPS.values():
         for kernel in op.kernels.values():
             for operator in kernel.operators:
-                assert set(kernel.targets) <= set(evidence.serves(operator)), (kernel.name, operator)
+                assert set(kernel.targets) <= set(OPERATORS[operator].targets), (kernel.name, operator)
 
 
-def test_no_910_operator_is_chosen_on_950() -> None:
-    """For no case in any dtype, but what is documented for it or in use on it."""
-    for case in CASES:
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            args, kwargs = case.arguments(dtype)
-            chosen = OPS[case.op].explain(*args, target="ascend950", **kwargs).kernel
-            assert all(evidence.OPERATORS[name].of(TARGETS["ascend950"]) in KNOWN for name in chosen.operators), case
-
-
-KNOWN = ("documented", "in use")
+@pytest.mark.parametrize("wanted", EVIDENCE)
+def test_a_kernel_is_chosen_on_950_by_evidence_that_is_wanted(wanted: str) -> None:
+    """Or stronger, for each operator, in every case."""
+    chosen = set()
+    for case, dtype in product(CASES, (torch.float32, torch.bfloat16)):
+        args, kwargs = case.arguments(dtype)
+        with lowering.use(Policy(evidence=wanted)):
+            chosen |= {*OPS[case.op].explain(*args, target="ascend950", **kwargs).kernel.operators}
+    found = {OPERATORS[name].of(TARGETS["ascend950"]) for name in chosen}
+    assert found == set(EVIDENCE[: EVIDENCE.index(wanted) + 1])
 
 
 def test_recorded_schemas_have_what_we_pass() -> None:
-    """In every recorded version, but for two operators that the oldest does not have."""
+    """In every recorded version, but for an operator and an argument that the oldest does not have."""
     absent = {
         (version, operator)
         for version in features.recorded()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import lowering
+from lowering.target import named
 from tests.cases import Draw
 from tests.lowering.npu_reference.calls import assert_like, assert_rounded_once, call, refused
 
@@ -73,7 +74,7 @@ def test_shapes_seen_on_the_real_meta_kernels() -> None:
 X = {"npu_add_rms_norm": "x1"}
 LIMITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "dtype": (lambda a: {key: x.double() if isinstance(x, Tensor) else x for key, x in a.items()}, "float64"),
-    "another dtype of gamma": (lambda a: a | {"gamma": a["gamma"].float()}, "dtypes differ"),
+    "another dtype of gamma": (lambda a: a | {"gamma": a["gamma"].half()}, "dtypes differ|gamma is torch.float16"),
     "other axes": (lambda a: a | {"gamma": a["gamma"][:24]}, r"gamma is \[24\]"),
 }
 
@@ -94,8 +95,23 @@ def test_limits_of_one_norm() -> None:
     added = valid("npu_add_rms_norm")
     refused("npu_add_rms_norm", added | {"x2": added["x2"][:1]}, "equal shapes")
     with lowering.use(target="ascend950"):
-        refused("npu_gemma_rms_norm", gemma, "ascend910b and ascend910_93; .* ascend950")
+        refused("npu_gemma_rms_norm", gemma, "is built for ascend950 from CANN 9.2.0-beta.1 on")
         call("npu_rms_norm", plain)
+    with lowering.use(target=named("ascend950", cann="9.2.0")):
+        call("npu_gemma_rms_norm", gemma)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_float32_weight_of_a_narrower_input(dtype: torch.dtype) -> None:
+    """Is not rounded to the input's dtype; the result is."""
+    draw = Draw(torch.float32, seed=9)
+    x, gamma = draw.normal(5, 32).to(dtype), draw.normal(32)
+    made = {"input": x, "gamma": gamma}
+    y, rstd = call("npu_rms_norm", made)
+    unit = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    assert_rounded_once(y, unit * gamma.double())
+    assert y.dtype == dtype and rstd.dtype == torch.float32
+    assert_like("npu_rms_norm", made)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 import lowering
+from lowering.target import ASCEND, named
 from tests.cases import Draw
 from tests.lowering.npu_reference.calls import assert_like, call, refused
 
@@ -26,7 +28,7 @@ def int8(x: float) -> int:
 
 
 def static(of: torch.dtype = torch.bfloat16, expanded: bool = True, **changes: Any) -> dict[str, Any]:
-    scale, offset = torch.tensor([1 / 0.0123]), torch.tensor([-8.0])
+    scale, offset = torch.tensor([1 / 0.0123]).to(of), torch.tensor([-8.0]).to(of)
     if expanded:
         scale, offset = scale.repeat(24), offset.repeat(24)
     x = Draw(of, seed=1).normal(3, 2, 24)
@@ -76,7 +78,20 @@ STATIC_LIMITS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("limit", STATIC_LIMITS)
 def test_limits_of_static(limit: str) -> None:
     changes, words = STATIC_LIMITS[limit]
-    refused(STATIC, static(**changes), words)
+    refused(STATIC, static(torch.float32, **changes), words)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_scales_have_the_dtype_of_what_they_scale(dtype: torch.dtype) -> None:
+    """On every machine; 950 wants it of float32 too."""
+    made, wide = static(dtype), static(torch.float32)
+    factors = {name: wide[name] for name in ("scales", "zero_points")}
+    refused(STATIC, made | factors, "takes scales of x's dtype")
+    wide |= {"scales": made["scales"], "zero_points": made["zero_points"]}
+    call(STATIC, wide)
+    with lowering.use(target="ascend950"):
+        call(STATIC, made)
+        refused(STATIC, wide, "takes x, scales and offsets of one dtype")
 
 
 @pytest.mark.parametrize("lead", [(5,), (3, 2)], ids=str)
@@ -117,11 +132,13 @@ def test_limits_of_by_token() -> None:
     ("name", "arguments"),
     [(STATIC, static()), (DYNAMIC, {"input": torch.ones(2, 8).half()})],
 )  # fmt: skip
-def test_int8_is_for_910(name: str, arguments: dict[str, Any]) -> None:
-    with lowering.use(target="ascend950"):
-        refused(name, arguments, "not documented for ascend950")
-    with lowering.use(target="ascend910_93"):
-        call(name, arguments)
+def test_int8_is_the_same_everywhere(name: str, arguments: dict[str, Any]) -> None:
+    """950 included."""
+    found = []
+    for target in ASCEND:
+        with lowering.use(target=target):
+            found.append(pytree.tree_leaves(call(name, arguments)))
+    assert all(torch.equal(x, y) for others in found[1:] for x, y in zip(found[0], others, strict=True))
 
 
 def blocks(input: Tensor, **changes: Any) -> dict[str, Any]:
@@ -188,7 +205,7 @@ def test_blocks_of_nothing_and_of_no_number() -> None:
 
 def test_limits_of_by_block() -> None:
     x = torch.randn(2, 64)
-    refused(BLOCKS, blocks(x), "ascend950 alone; the target is ascend910b")
+    refused(BLOCKS, blocks(x), "is neither documented for ascend910b nor in use on it, nor does CANN state it")
     with lowering.use(target="ascend950"):
         for changes, words in (
             ({"dst_type": 296}, "dst_type is number 296"), ({"axis": 0}, "axis is 0"),
@@ -220,11 +237,14 @@ def test_limits_of_swiglu_by_token() -> None:
     x = torch.randn(3, 8).bfloat16()
     good = {"x": x, "quant_mode": 1}
     for changes, words in (
-        ({"quant_mode": 0}, "quant_mode is 0"), ({"x": x.half()}, "float16"), ({"x": x[0]}, "1-dimensional"),
+        ({"quant_mode": 0}, "quant_mode is 0"), ({"x": x.float()}, "float32"), ({"x": x[0]}, "1-dimensional"),
         ({"x": x[:, :7]}, "no two halves"), ({"swiglu_mode": 1}, "swiglu_mode is 1"),
         ({"x": x[:0]}, "without elements"), ({"weight_scale": torch.ones(1, 8)}, "weight_scale"),
         ({"group_index": torch.tensor([3])}, "group_index"),
     ):  # fmt: skip
         refused(SWIGLU, good | changes, words)
-    with lowering.use(target="ascend950"):
-        refused(SWIGLU, good, "not documented for ascend950")
+    for target in ASCEND:
+        with lowering.use(target=target):
+            call(SWIGLU, good | {"x": x.half()})
+    with lowering.use(target=named("ascend910_93", cann="8.5.0")):
+        refused(SWIGLU, good, "is built for ascend910_93 from CANN 9.0.0 on")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import lowering
@@ -108,9 +109,9 @@ def test_limits(limit: str) -> None:
 def test_limits_of_targets_and_scales() -> None:
     call(MATMUL, product(scale=scales(3, 10).bfloat16()))
     refused(MATMUL, product(HALF, scale=scales(3, 10).bfloat16()), "scale is torch.bfloat16")
-    refused(MATMUL, blocks(64), "documented for ascend950 alone")
+    refused(MATMUL, blocks(64), "on ascend910b the host code of CANN .* takes int8 or int4 factors")
     with lowering.use(target="ascend950"):
-        refused(MATMUL, product(), "not documented for ascend950")
+        call(MATMUL, product())
 
 
 def float8(seed: int, *shape: int) -> Tensor:
@@ -210,10 +211,10 @@ def packed(values: Tensor) -> Tensor:
 
 
 def int4(**changes: Any) -> dict[str, Any]:
-    """11 rows, 6 inputs, 16 outputs."""
-    values, scale = Draw(torch.float32, 2).ids(16, 4, 6, 16) - 8, scales(3, 4, 1, 16)
+    """11 rows, 64 inputs, 16 outputs."""
+    values, scale = Draw(torch.float32, 2).ids(16, 4, 64, 16) - 8, scales(3, 4, 1, 16)
     return grouped() | {
-        "x": [int8(1, 11, 6)], "weight": [packed(values)], "scale": [scale.view(torch.int32).long()],
+        "x": [int8(1, 11, 64)], "weight": [packed(values)], "scale": [scale.view(torch.int32).long()],
         "bias": [8 * (values * scale).sum(1)],
     } | changes  # fmt: skip
 
@@ -221,7 +222,7 @@ def int4(**changes: Any) -> dict[str, Any]:
 def test_groups_of_int4() -> None:
     """What the bias holds is what the product leaves out."""
     made = int4()
-    values, scale = Draw(torch.float32, 2).ids(16, 4, 6, 16) - 8, scales(3, 4, 1, 16)
+    values, scale = Draw(torch.float32, 2).ids(16, 4, 64, 16) - 8, scales(3, 4, 1, 16)
     (y,) = call(GROUPED, made)
     for row, group in enumerate(GROUPS):
         total = torch.tensor(integer_product(made["x"][0][row : row + 1], values[group]))[0].double()
@@ -231,20 +232,73 @@ def test_groups_of_int4() -> None:
 
 
 def test_int4_as_published() -> None:
+    """Of 16 inputs, filled up with zeros to the 64 that the device takes."""
     values = torch.tensor([[(5 * i + 3 * j) % 16 - 8 for i in range(4)] for j in range(16)])
     scale = torch.tensor([0.02, 0.01, 0.03, 0.015])
-    whole, factor = torch.zeros(2, 16, 8, dtype=torch.int64), torch.ones(2, 8)
-    whole[0, :, :4], factor[0, :4] = values, scale
+    whole, factor = torch.zeros(2, 64, 8, dtype=torch.int64), torch.ones(2, 8)
+    whole[0, :16, :4], factor[0, :4] = values, scale
     x = torch.tensor([[-127, -90, -53, -16, 21, 58, 95, -123, -86, -49, -12, 25, 62, 99, -119, -82]])
     bias = torch.zeros(2, 8)
     bias[0, :4] = torch.tensor([-1.28, -0.64, -1.92, -0.96])
     made = int4(
-        x=[x.to(torch.int8)], weight=[packed(whole)], scale=[factor[:, None].view(torch.int32).long()], bias=[bias],
+        x=[F.pad(x, (0, 48)).to(torch.int8)],
+        weight=[packed(whole)],
+        scale=[factor[:, None].view(torch.int32).long()], bias=[bias],
         per_token_scale=[torch.tensor([0.01])], group_list=torch.tensor([1, 0]),
     )  # fmt: skip
     (y,) = call(GROUPED, made)
     assert_close(y[0, :4], torch.tensor([0.0912, -0.0505, 0.093, -0.17685]).bfloat16())
     assert made["scale"][0][0, 0, :4].tolist() == [1017370378, 1008981770, 1022739087, 1014350479]
+
+
+def float4(**changes: Any) -> dict[str, Any]:
+    """11 rows, 64 inputs, 64 outputs."""
+    codes, draw = Draw(torch.float32, 2).ids(16, 4, 64, 64), Draw(BFLOAT, 1)
+    return (
+        grouped()
+        | {
+            "x": [draw.normal(11, 64)],
+            "weight": [packed(codes).view(torch.float32)],
+            "scale": None,
+            "antiquant_scale": [exponents(3, 4, 2, 64)],
+            "per_token_scale": None,
+        }
+        | changes
+    )
+
+
+def test_groups_of_float4() -> None:
+    """Numbers by a table of the codes, as the OCP's specification has it."""
+    made, codes = float4(), Draw(torch.float32, 2).ids(16, 4, 64, 64).long()
+    table = [sign * number for sign in (1, -1) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+    power = 2.0 ** (made["antiquant_scale"][0].double() - 127)
+    numbers = torch.tensor(table).double()[codes] * power.repeat_interleave(32, 1)
+    with lowering.use(target="ascend950"):
+        (y,) = call(GROUPED, made)
+        assert_like(GROUPED, made)
+    for row, group in enumerate(GROUPS):
+        assert_close(y[row], (made["x"][0][row].double() @ numbers[group]).bfloat16())
+    plain = torch.tensor(table)[codes].float()
+    with lowering.use(target="ascend950"):
+        words = torch.ops.npu.npu_convert_weight_to_int4pack(plain)
+        assert torch.equal(words.view(torch.int32), packed(codes))
+        refused("npu_convert_weight_to_int4pack", {"weight": plain[..., :12].contiguous()}, "eight of its last axis")
+        refused("npu_convert_weight_to_int4pack", {"weight": plain.half()}, "torch.float16")
+        refused("npu_convert_weight_to_int4pack", {"weight": plain.mT}, "not contiguous")
+
+
+def test_limits_of_groups_of_float4() -> None:
+    refused(GROUPED, float4(), "on ascend910b .* takes float16, bfloat16 or float32 factors of one dtype")
+    with lowering.use(target="ascend950"):
+        for changes, words in (
+            ({"output_dtype": HALF}, "both must be the same"),
+            ({"antiquant_scale": [exponents(3, 4, 16)]}, "blocks"),
+            ({"antiquant_scale": [scales(3, 4, 2, 64)]}, "antiquant_scale is torch.float32"),
+            ({"per_token_scale": [scales(4, 11)]}, "per_token_scale"),
+            ({"x": [int8(1, 11, 64)]}, "x is torch.int8"),
+            ({"weight": [torch.zeros(4, 8, 64).mT]}, "not contiguous"),
+        ):
+            refused(GROUPED, float4(**changes), words)
 
 
 def grouped_blocks(inputs: int = 96, outputs: int = 6, **changes: Any) -> dict[str, Any]:
@@ -282,10 +336,14 @@ GROUP_LIMITS: dict[str, tuple[dict[str, Any], str]] = {
     "int4 without what it leaves out": (int4(bias=None), "bias is missing"),
     "int4 with float scales": (int4(scale=[scales(3, 4, 1, 16)]), "scale is torch.float32"),
     "int4 in float16": (int4(output_dtype=HALF), "bfloat16 alone"),
-    "int4 by outputs": (int4(weight=[torch.zeros(4, 2, 6).int().mT]), "strides"),
+    "int4 by outputs": (int4(weight=[torch.zeros(4, 2, 64).int().mT]), "strides"),
+    "int4 of 96 inputs": (
+        int4(x=[int8(1, 11, 96)], weight=[torch.zeros(4, 96, 2).int()]),
+        "takes int4 weights of inputs in 64s",
+    ),
     "int4's scales": (int4(scale=[torch.zeros(4, 16).long()]), "groups, 1, outputs"),
     "exponents of integers": (grouped(scale_dtype=E8M0), "scale_dtype"),
-    "blocks": (grouped_blocks(), "documented for ascend950 alone"),
+    "blocks": (grouped_blocks(), "on ascend910b .* takes float16, bfloat16 or float32 factors of one dtype, or int8"),
 }
 
 
@@ -326,8 +384,37 @@ def test_groups_with_a_swiglu(kind: int) -> None:
         assert torch.equal(scale[row].flatten().double(), power + 127)
 
 
+def fused_int8(**changes: Any) -> dict[str, Any]:
+    """11 rows, 32 inputs, 64 outputs."""
+    return {
+        "x": int8(1, 11, 32),
+        "weight": [int8(2, 4, 32, 64)],
+        "weight_scale": [scales(3, 4, 64)],
+        "x_scale": scales(4, 11),
+        "group_list": torch.tensor(COUNTS).cumsum(0),
+    } | changes
+
+
+def test_groups_of_int8_with_a_swiglu() -> None:
+    """By default, which is what 910 takes alone: by token, in float32 between."""
+    made = fused_int8()
+    y, scale = call(FUSED, made)
+    assert_like(FUSED, made)
+    for row, group in enumerate(GROUPS):
+        total = torch.tensor(integer_product(made["x"][row : row + 1], made["weight"][0][group]))[0].double()
+        a, b = (total * made["weight_scale"][0][group].double() * made["x_scale"][row].double()).chunk(2)
+        wanted = a / (1 + (-a).exp()) * b
+        assert scale[row].item() == pytest.approx(wanted.abs().max().item() / 127, rel=1e-5)
+        assert ((y[row] - wanted / scale[row].double()).abs() < 0.5 + 1e-3).all() and y[row].abs().max() == 127
+    refused(FUSED, fused_int8(dequant_mode=1), "modes are 1 and 0; the reference covers 0 for torch.int8")
+    refused(FUSED, fused_int8(weight_scale=[scales(3, 64)]), "groups, outputs")
+    refused(FUSED, fused_int8(weight=[int8(2, 4, 64, 32).mT]), "strides")
+    odd = fused_int8(weight=[int8(2, 4, 32, 48)], weight_scale=[scales(3, 4, 48)])
+    refused(FUSED, odd, "takes int8 weights of inputs in 16s, up to 65535, and outputs in 32s")
+
+
 def test_limits_of_groups_with_a_swiglu() -> None:
-    refused(FUSED, fused(), "documented for ascend950 alone")
+    refused(FUSED, fused(), "on ascend910b .* takes int8 rows")
     odd = grouped_blocks(96, 192)
     with lowering.use(target="ascend950"):
         for changes, words in (

@@ -56,7 +56,15 @@ from tests.lowering.npu_reference.test_quant import (
     blocks,
     static,
 )
-from tests.lowering.npu_reference.test_quant_matmul import FUSED, fused, grouped_blocks, int4, product
+from tests.lowering.npu_reference.test_quant_matmul import (
+    FUSED,
+    float4,
+    fused,
+    fused_int8,
+    grouped_blocks,
+    int4,
+    product,
+)
 from tests.lowering.npu_reference.test_quant_matmul import MATMUL as PRODUCT
 from tests.lowering.npu_reference.test_quant_matmul import blocks as block_product
 from tests.lowering.npu_reference.test_quant_matmul import grouped as grouped_int8
@@ -128,13 +136,15 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     *((BLOCKS, blocks(torch.zeros(5, width))) for width in (32, 40, 96, 4304)),
     *((PRODUCT, block_product(width)) for width in (32, 40, 64, 96, 4304)),
     (MATMUL, grouped_blocks()),
+    (MATMUL, float4()),
     (FUSED, fused()),
+    (FUSED, fused_int8()),
 ]
 
 
 def target(name: str, arguments: dict[str, Any]) -> str:
     """One that the call is documented for: 950, for some operators and for scales of blocks."""
-    blocked = arguments.get("scale_dtype") is not None
+    blocked = arguments.get("scale_dtype") is not None or "antiquant_scale" in arguments
     return "ascend950" if blocked or name in (CONV, POST, BLOCKS, FUSED) else "ascend910b"
 
 

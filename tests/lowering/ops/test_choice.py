@@ -394,7 +394,7 @@ def test_explain_checks_its_policy() -> None:
 
 
 def test_explain_says_which_kernels_were_asked_for_by_name() -> None:
-    """And of which torch_npu the operators are taken to be."""
+    """And of which torch_npu and CANN the operators are taken to be."""
     args = (torch.empty(3, 8, device="meta"), TensorSpec((8, 8)), TensorSpec((8,)))
     machine = lowering.target.named("ascend950", torch_npu="2.10.0")
     report = lowering.explain(layer, *args, target=machine, policy=Policy({"rms_norm": "torch"}))
