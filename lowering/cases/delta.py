@@ -73,10 +73,14 @@ def cases() -> list[Case]:
             made.append(Case("gated_delta_rule", f"{rows.name}_2_4_128_bf16{tail}", wide, 260))
             by_channel = delta(rows, 3, 3, 8, 12, state=window, keep_steps=keep, channels=True)
             made.append(Case("gated_delta_rule", f"{rows.name}_3_8_12_channels{tail}", by_channel, 130))
+            by_channel = delta(
+                rows, 2, 4, 16, 12, state=window, keep_steps=keep, recurrent=torch.bfloat16, channels=True
+            )
+            made.append(Case("gated_delta_rule", f"{rows.name}_2_4_16_bf16_channels{tail}", by_channel, 130))
             apart = _short_conv(rows, 6, 3, window=window, keep_steps=keep, dilation=2)
             made.append(Case("short_conv", f"{rows.name}_6x3_apart{tail}", apart, 3))
         for channels, width in ((16, 2), (128, 3)):
-            conv = _short_conv(rows, channels, width, window=True, keep_steps=False)
+            conv = _short_conv(rows, channels, width, window=True, keep_steps=rows is VERIFY)
             made.append(Case("short_conv", f"{rows.name}_{channels}x{width}", conv, width))
     for rows in (PROMPT, DECODE_1, DECODE_8):
         made.append(
