@@ -304,11 +304,12 @@ def main() -> None:
     parser.add_argument("--only", default="", help="parts whose names begin so")
     options = parser.parse_args()
     names = [name for name in PARTS if name.startswith(options.only)]
+    stored = json.loads(FILE.read_text())
     if options.write:
-        parts = [f"{json.dumps(name)}: {json.dumps(computed(name))}" for name in names]
+        kept = stored["parts"] | {name: computed(name) for name in names}
+        parts = [f"{json.dumps(name)}: {json.dumps(kept[name])}" for name in PARTS]
         FILE.write_text(f'{{"machine": "{machine()}", "parts": {{\n' + ",\n".join(parts) + "\n}}\n")
         return
-    stored = json.loads(FILE.read_text())
     found = [line for name in names for line in differences(name, stored["parts"][name], True)]
     print(*found, f"{len(names)} parts, {len(found)} differences", sep="\n")
     sys.exit(bool(found))
