@@ -24,7 +24,7 @@ def valid(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 @pytest.mark.parametrize("left_out", [None, "p", "k"])
 def test_what_stays(left_out: str | None) -> None:
     """The k largest; of their mass, the fewest of the largest that reach p."""
-    given = {name: None if name == left_out else x for name, x in valid().items()}
+    given: dict[str, Any] = {name: None if name == left_out else x for name, x in valid().items()}
     found = call(NAME, given)
     for row, logits in enumerate(given["logits"].double()):
         k = 60 if given["k"] is None else int(given["k"][row])
