@@ -177,7 +177,7 @@ def kept_in(dtype: torch.dtype, device: torch.device, *, of_channels: bool) -> t
 
 
 def _kept_on(target: Target, dtype: torch.dtype, of_channels: bool) -> torch.dtype:
-    if target.device != "npu" or dtype != torch.bfloat16:
+    if dtype != torch.bfloat16 or all(kernel.portable for kernel in gated_delta_rule.serving(target)):
         return torch.float32
     return max((torch.float32, torch.bfloat16), key=lambda kind: _fused_calls(kind, target, of_channels))
 

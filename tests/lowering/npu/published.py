@@ -37,10 +37,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Configs by the name of a checkpoint."""
 
 PHASES: dict[str, tuple[list[int], int, bool]] = {
+    "padded": ([5, 0, 2], 126, False),
     "prefill": ([40, 17, 1], 0, False),
     "chunk": ([30, 0, 9], 100, False),
     "decode": ([1, 1, 1], 513, False),
     "verify 4": ([4, 4, 4], 513, True),
     "verify 16": ([16, 16, 16], 513, True),
 }
-"""New tokens of each row, tokens that rows hold, and whether steps are kept."""
+"""New tokens of each row, tokens that rows hold, and whether steps are kept. The first is padded, as captures are."""

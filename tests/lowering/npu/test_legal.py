@@ -48,6 +48,7 @@ def explained(name: str, phase: str, target: Target, scheme: str | None = None) 
     state = model.init_state(len(counts), 2048, torch.bfloat16, torch.bfloat16, "meta")
     state = replace(state, ledger=state.ledger.at([held] * len(counts)))
     batch = fm.Batch.from_lists([[0] * count for count in counts], state)
+    batch = batch.pad(16) if phase == "padded" else batch
     return lowering.explain(model.forward, weights, state, batch, keep_steps=keep_steps, target=target)
 
 
