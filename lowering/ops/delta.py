@@ -23,6 +23,7 @@ from .. import detect
 from ..op import op
 from ..policy import MODE
 from ..rows import Rows
+from ..signature import OpCall
 from ..target import Target
 from .widen import wide, wide_dtype
 
@@ -190,8 +191,9 @@ def _fused_calls(kind: torch.dtype, target: Target, of_channels: bool) -> int:
         gate = x.float() if of_channels else x.float()[..., 0]
         rows = Rows(torch.empty(2, dtype=torch.int32, device="meta"), max_query=tokens, uniform=True)
         state = torch.empty(2, 1, PIECE, PIECE, dtype=kind, device="meta")
-        chosen = gated_delta_rule.explain(x, x, x, gate, x[..., 0], state, rows, target=target, keep_steps=False)
-        found += not chosen.kernel.portable
+        call = OpCall((x, x, x, gate, x[..., 0], state, rows), {"keep_steps": False})
+        tried = gated_delta_rule.candidates(MODE.get().policy, target, call)
+        found += not next((kernel.portable for kernel, refusal in tried if refusal is None), True)
     return found
 
 

@@ -37,42 +37,45 @@ def _rows() -> Rows:
 
 
 def launches(target: Target, dtype: torch.dtype = torch.bfloat16) -> dict[str, Launch]:
-    """Launches on this machine by op and family, of tensors without values; states and gates are in float32."""
+    """Launches on this machine by op and sizes, of tensors without values; states and gates are in float32."""
     narrow = partial(_wide, dtype=dtype)
     accepted = torch.empty(ROWS, dtype=torch.int32, device="meta")
     states = DeltaStates(_wide(ROWS + 1, 32, 128, 128), _wide(ROWS, STEPS, 32, 128, 128))
     windows = WindowTrail(narrow(ROWS + 1, 3 + STEPS, 8192))
     made = {
-        "commit of states, Qwen3.5": delta.commit(states, accepted, target=target)[0],
-        "commit of windows, Qwen3.5": short_conv.commit(windows, accepted, 3, target=target)[0],
-        "scatter of states, Qwen3.5": delta.scatter(states.after[:, 0], accepted, states.before, target=target),
+        "commit of states, 32 heads": delta.commit(states, accepted, target=target)[0],
+        "commit of windows, 8192 channels": short_conv.commit(windows, accepted, 3, target=target)[0],
+        "scatter of states, 32 heads": delta.scatter(states.after[:, 0], accepted, states.before, target=target),
     }
     families = (_recurrent, _gates, _norms, _convs)
     return {name: launch for family in families for name, launch in family(target, narrow)} | made
 
 
 def _recurrent(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
-    for family, k_heads, v_heads, channels in (("Qwen3.5", 16, 32, ()), ("Kimi-K3", 96, 96, (128,))):
+    for sizes, k_heads, v_heads, channels in (
+        ("16 and 32 heads", 16, 32, ()),
+        ("96 heads, a decay a channel", 96, 96, (128,)),
+    ):
         q, v, beta = narrow(TOKENS, k_heads, 128), narrow(TOKENS, v_heads, 128), _wide(TOKENS, v_heads)
         decay, state = _wide(TOKENS, v_heads, *channels), _wide(ROWS + 1, v_heads, 128, 128)
         for keep_steps in (False, True):
             call = delta.gated_delta_rule(q, q, v, decay, beta, state, _rows(), keep_steps=keep_steps, target=target)
-            yield f"gated_delta_rule, {family}{', steps kept' if keep_steps else ''}", call[0]
+            yield f"gated_delta_rule, {sizes}{', steps kept' if keep_steps else ''}", call[0]
 
 
 def _gates(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
     a, head = narrow(4096, 32), _wide(32)
-    yield "delta_gates, Qwen3.5", delta.delta_gates(a, a, head, head, target=target)[0]
-    for family, heads, bound in (("Kimi-Linear", 32, None), ("Kimi-K3", 96, -5.0)):
+    yield "delta_gates, 32 heads", delta.delta_gates(a, a, head, head, target=target)[0]
+    for heads, bound in ((32, None), (96, -5.0)):
         f, b, rate, bias = narrow(TOKENS, heads, 128), narrow(TOKENS, heads), _wide(heads), _wide(heads, 128)
         call = delta.channel_gates(f, b, rate, bias, lower_bound=bound, target=target)
-        yield f"channel_gates, {family}", call[0]
+        yield f"channel_gates, {heads} heads", call[0]
 
 
 def _norms(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
     for name, rows, dim, rounded in (
-        ("gated_rms_norm, Qwen3.5", 4096, 128, True),
-        ("gated_rms_norm_fp32, Kimi-K3", 4096, 128, False),
+        ("gated_rms_norm, rows of 128", 4096, 128, True),
+        ("gated_rms_norm_fp32, rows of 128", 4096, 128, False),
         ("gated_rms_norm, rows of 4096", 64, 4096, True),
     ):
         x, weight = narrow(rows, dim), narrow(dim)
@@ -82,9 +85,9 @@ def _norms(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
 
 def _convs(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
     for name, channels, dilation, keep_steps in (
-        ("short_conv, Qwen3.5", 8192, 1, False),
-        ("short_conv, Qwen3.5, steps kept", 8192, 1, True),
-        ("short_conv, Flash-Next's n-grams", 2560, 3, False),
+        ("short_conv, 8192 channels", 8192, 1, False),
+        ("short_conv, 8192 channels, steps kept", 8192, 1, True),
+        ("short_conv, 2560 channels three apart", 2560, 3, False),
     ):
         x, weight, window = narrow(TOKENS, channels), narrow(channels, 4), narrow(ROWS + 1, 3 * dilation, channels)
         kept = {"keep_steps": keep_steps, "dilation": dilation}

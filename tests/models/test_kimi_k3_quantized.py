@@ -276,15 +276,15 @@ def test_a_captured_round() -> None:
 @pytest.mark.parametrize(
     ("word", "target", "kernel", "refused"),
     [
-        ("W4A8_DYNAMIC", "ascend910b", "npu_grouped_experts_int", "npu_grouped_experts"),
+        ("W4A8_DYNAMIC", "ascend910b", "npu_grouped_experts_int_apart", "npu_grouped_experts"),
         ("W4A16_MXFP4", "ascend910b", "torch", "npu_grouped_experts_int"),
-        ("W4A16_MXFP4", "ascend950", "torch", "npu_grouped_experts_mx"),
+        ("W4A16_MXFP4", "ascend950", "npu_grouped_experts_mx4", "npu_grouped_experts_mx"),
         ("W4A16_MXFP4", "cpu", "torch_quantized_grouped", "torch_grouped"),
     ],
 )  # fmt: skip
 def test_kernels_of_experts(word: str, target: str, kernel: str, refused: str) -> None:
-    """int4 ones have an operator on Ascend, with the activation between its products; float4 ones none."""
-    model = fm.build(sizes(2, routed_expert_hidden_size=64, moe_intermediate_size=32))
+    """int4 ones have an operator on 910, float4 ones on 950, each with the activation between its products."""
+    model = fm.build(sizes(2, routed_expert_hidden_size=64, moe_intermediate_size=64))
     tree = params.quantize(model.init_params(dtype=torch.bfloat16, device="meta"), {"**.experts.*": word})
     report = lowering.explain(model.forward, tree, None, fm.Batch.from_lists([[1, 2, 3]]), target=target)
     (row,) = (row for row in report.rows if row.op == "experts")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor
 import lowering
 from lowering import ops
 from lowering.ops import DeltaTrail, gated_delta_rule
-from tests.cases import ROWS, VERIFY, Draw, RowCounts, delta
+from lowering.target import named
+from tests.cases import PROMPT, ROWS, VERIFY, Draw, RowCounts, delta
 from tests.lowering.ops.test_delta_ops import gradients, kernels_for
 from tests.tolerances import assert_close
 
@@ -264,18 +266,21 @@ def test_gates_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("target", ["ascend910b", "ascend910_93"])
-def test_fused_rules_refuse_a_decay_a_channel_in_words(target: str) -> None:
-    """And the composed kernels take over."""
-    shown = {}
-    for rows in (VERIFY, ROWS[2]):
+def test_fused_rules_take_a_decay_a_channel_for_few_tokens(target: str) -> None:
+    """From CANN 9.0.0 on; before, and for prompts, they refuse it in words, and the composed kernels take over."""
+    before = named(target, cann="8.5.0")
+    for rows, machine in ((VERIFY, named(target)), (VERIFY, before), (PROMPT, named(target))):
         args, kwargs = delta(
             rows, 3, 3, 128, 128, state=True, keep_steps=False, recurrent=torch.bfloat16, channels=True
         )(Draw(torch.bfloat16))
-        choice = gated_delta_rule.explain(*args, target=target, **kwargs)
-        shown |= choice.refused
+        choice = gated_delta_rule.explain(*args, target=machine, **kwargs)
+        if rows is VERIFY and machine is not before:
+            assert choice.kernel.name == "npu_recurrent_gated_delta_rule"
+            continue
         assert choice.kernel.name == CHUNKED
-    assert "a decay a channel, is documented as not supported" in shown["npu_recurrent_gated_delta_rule"]
-    assert shown["npu_chunk_gated_delta_rule"] == "takes one decay a head; this call has one a channel"
+        why = "at most 16 tokens a row" if rows is PROMPT else "a decay a channel, as this call has, from CANN"
+        assert re.search(why, choice.refused["npu_recurrent_gated_delta_rule"])
+        assert choice.refused["npu_chunk_gated_delta_rule"] == "takes one decay a head; this call has one a channel"
     gates = ops.channel_gates.explain(*_gates(), target=target)
     assert gates.refused["fused"] == "no fused operator makes the gates of the delta rule"
 

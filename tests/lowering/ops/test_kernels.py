@@ -123,4 +123,4 @@ def test_the_table_lists_every_kernel() -> None:
     assert "ascend310p" not in lines[0] and all(name in lines[0] for name, t in TARGETS.items() if not t.refused)
     for op in OPS.values():
         (row,) = [line for line in lines if line.startswith(f"| `{op.name}` |")]
-        assert all(f"`{kernel}`" in row for kernel in op.kernels)
+        assert all(f"`{name}`" in row for name, kernel in op.kernels.items() if not kernel.only_by_name)
