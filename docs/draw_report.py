@@ -1,6 +1,6 @@
 """Draw the picture of README: the page of `funcmodels lower` for a Qwen3.5 of published widths, as a browser shows it.
 
-    python docs/draw_report.py        # writes docs/lowering-report.png
+    python -m docs.draw_report        # writes docs/lowering-report.png
 
 It takes chromium and the torch_npu wheel, so it is run by hand.
 """
@@ -10,16 +10,13 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+from funcmodels import cli
+from tests.lowering.npu.published import FAMILIES
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from funcmodels import cli  # noqa: E402
-from tests.lowering.npu.published import FAMILIES  # noqa: E402
-
 PICTURE = ROOT / "docs" / "lowering-report.png"
 WIDTH, HEIGHT = 700, 1040
 NAME = "Qwen3.5-35B-A3B"

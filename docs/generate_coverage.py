@@ -1,6 +1,6 @@
 """Write into docs/ascend.md how much of each family's work lies in fused operators, and why the rest does not.
 
-    python docs/generate_coverage.py [NAME ...]      # families, those whose names hold NAME; all by default
+    python -m docs.generate_coverage [NAME ...]      # families, those whose names hold NAME; all by default
 
 It takes the torch_npu wheel (`python -m lowering fetch-torch-npu`) and some minutes, so it is run by hand when kernels
 have changed. It stands between `<!-- coverage -->` and `<!-- end -->`.
@@ -17,15 +17,13 @@ from typing import Any
 
 import torch
 
+import funcmodels as fm
+import lowering
+from lowering.explain.stages import parts, percent, why_loose
+from lowering.target import ASCEND, DEFAULT_CANN
+from tests.lowering.npu.published import FAMILIES, FLASH_NEXT, GEMMA3, KIMI_K3, KIMI_LINEAR, LITE
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import funcmodels as fm  # noqa: E402
-import lowering  # noqa: E402
-from lowering.explain.stages import parts, percent, why_loose  # noqa: E402
-from lowering.target import ASCEND, DEFAULT_CANN  # noqa: E402
-from tests.lowering.npu.published import FAMILIES, FLASH_NEXT, GEMMA3, KIMI_K3, KIMI_LINEAR, LITE  # noqa: E402
-
 DOCUMENT = ROOT / "docs" / "ascend.md"
 WHOLE: dict[str, dict[str, Any]] = {
     "Qwen3-8B": FAMILIES["Qwen3-8B"] | {"num_hidden_layers": 36},

@@ -99,7 +99,7 @@ def _ascend(
     return Target(name, "npu", title, refused, soc, unified_buffer, DEFAULT_TORCH_NPU, DEFAULT_CANN, peaks=peaks)
 
 
-A_DIE = Peaks(376e12, 1.6e12, "one die of an Ascend 910C, half of what arXiv 2506.12708 gives for the package")
+A_DIE = Peaks(390e12, 1.6e12, "one of the 768 dies of a CloudMatrix 384, of which press gives 300 PFLOP/s and 1.2 PB/s")
 """Devices of Ascend 910_93 are dies. Figures for 910B differ by model and source; 950's bfloat16 rate is not public."""
 
 

@@ -45,7 +45,7 @@ SOURCES = {
     "documented": "operator pages of op-plugin 517f2e7d (2026-08-21); of the torch_npu 2.13 wheel where it has none",
     "in use": "vllm-ascend 182b75ea (2026-08-22), sglang and sgl-kernel-npu f425bdf1 (2026-08-21)",
     "stated": "product tables and operator definitions of ops-transformer 3a280bcc (2026-07-21) and ops-nn e5c3fa93 "
-    "(2026-08-22) with their tags; 8.5.0 is the oldest that was read",
+    "(2026-08-22) with their tags; 8.5.0 is the oldest that was read, and stands where a table names none for 910",
 }
 """Where the statements were read."""
 
@@ -95,7 +95,7 @@ OPERATORS: dict[str, Evidence] = {
     "npu_dequant_swiglu_quant": _row("23", "", "8.5.0 9.0.0 8.5.0"),
     "npu_quant_matmul": _row("23", "235", "8.5.0 8.5.0 8.5.0", "vllm-ascend quantization/methods/w8a8_mxfp8.py"),
     "npu_convert_weight_to_int4pack": _row("23", "235", "8.5.0 8.5.0 8.5.0", "vllm-ascend quantization/methods"),
-    "npu_format_cast": _row("235", "235", "8.5.0 8.5.0 8.5.0", "vllm-ascend quantization/methods"),
+    "npu_format_cast": _row("235", "235", "- - -", "vllm-ascend quantization/methods"),
     # Sampling
     "npu_top_k_top_p": _row("235", "23", "8.5.0 8.5.0 9.0.0", "vllm-ascend sample/sampler.py"),
     # Experts
