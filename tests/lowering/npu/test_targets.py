@@ -123,7 +123,9 @@ def test_evidence_covers_every_operator_and_every_kernel() -> None:
     """A kernel serves a target only if somebody says something for each of its operators there."""
     assert features.ARGUMENTS.keys() == OPERATORS.keys()
     for name, row in OPERATORS.items():
-        assert {*row.documented, *row.in_use} <= row.stated.keys() <= set(ASCEND), name
+        # The repositories whose tables were read do not hold the cast of layouts.
+        told = set[str]() if name == "npu_format_cast" else {*row.documented, *row.in_use}
+        assert told <= row.stated.keys() <= set(ASCEND) and (told or not row.stated), name
         assert bool(row.in_use) == bool(row.engines) and all(map(release, row.stated.values())), name
     for op in OPS.values():
         for kernel in op.kernels.values():
