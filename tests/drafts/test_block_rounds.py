@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ import lowering
 import params
 from funcmodels.drafts.named import NAMES, BlockParams
 from params.tree import tree_map
-from tests.drafts.rounds import GREEDY, Asked, Rows, agreement, undrafted
+from tests.drafts.rounds import Asked, Rows, agreement, undrafted
 from tests.drafts.test_law import merged
-from tests.lowering.jit.test_round import same
 from tests.oracle import block_drafts, qwen3_5
 from tests.oracle.block_drafts import Drafter, begun
 from tests.oracle.qwen3_5 import tokens
@@ -41,22 +39,6 @@ def drafter(variant: str, seed: int = 0, vocab: int = 0) -> Drafter:
     layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     fields = qwen3_5.sizes("dense", seed) | layers | ({"vocab_size": vocab} if vocab else {})
     return block_drafts.build(qwen3_5.build("dense", fields, seed), variant, seed)
-
-
-@drafts
-@pytest.mark.parametrize("given", [GREEDY, WARM], ids=["greedy", "sampled"])
-def test_likeliest_drafts_change_no_token(variant: str, given: fm.Sampling) -> None:
-    """Rows of all lengths within a page and beside each other, over many rounds; both states are those from scratch."""
-    one = drafter(variant)
-    steps = min(one.draft.most_steps, 4)
-    asked = [Asked(ids, number, given) for number, ids in enumerate(tokens(one.one, *range(1, 8), seed=3))]
-    truths = undrafted(one.one, asked, 20)
-    rows = Rows(one.one, asked, one.draft, max_len=40, page_size=4, checked=True)
-    accepted = [rows.round(rows.propose(steps)) for _ in range(8)]
-    compared, left_out = agreement(rows, truths)
-    assert compared > 7 * 6 and left_out <= compared // 20
-    assert {count for counts in accepted for count in counts} > {1}, "some drafts must be right"
-    rows.check()
 
 
 @pytest.mark.parametrize("right", range(5))
@@ -129,33 +111,6 @@ def test_greedy_rows_draft_as_greedy_beside_drawn_ones() -> None:
 
 
 # Captured
-
-
-@pytest.mark.parametrize(
-    ("variant", "temperature", "drawn"),
-    [("dflash", 0.8, True), ("vanilla", 0.8, False), ("rnn", 0.0, False), ("rnn", 0.8, True)],
-)
-def test_a_captured_round_equals_its_parts(variant: str, temperature: float, drawn: bool) -> None:
-    one, draw = drafter(variant), random.Random(f"{variant} {temperature} {drawn}")
-    steps = min(one.draft.most_steps, 3)
-    plainly: Any = fm.Round(one.one.model, one.draft).run
-    step = lowering.jit(plainly, donate=("state", "drafted"), backend="fx")
-    sampling = fm.RowSampling.of([fm.Sampling(temperature, top_k=9, seed=row) for row in range(3)])
-    requests = torch.tensor([4, 7, 2])
-    mine: Any = begun(one, [[5, 6, 7], [8], [9, 4]], pages=60)[:3]
-    right: Any = begun(one, [[5, 6, 7], [8], [9, 4]])[:3]
-    both = one.draft.joined(one.one.params)
-    for number in range(6):
-        most = torch.tensor([draw.randint(0, steps + 1), steps + 1, (steps + 1) * (number > 1)])
-        found, *mine = step(both, *mine, sampling, requests, most, steps=steps, drawn=drawn)
-        with lowering.use(paged_attention="torch", block_attention="torch", experts="torch"):
-            expected, *right = plainly(one.one.params, *right, sampling, requests, most, steps=steps, drawn=drawn)
-        assert same(found, expected) and same(mine[2], right[2]), f"round {number}"
-        for actual, plain in zip(mine[:2], right[:2], strict=True):
-            assert actual.ledger.lengths == plain.ledger.lengths == tuple(plain.lengths.tolist())
-            for row in range(3):
-                assert same(fm.logical(actual, row), fm.logical(plain, row)), f"round {number}, row {row}"
-    assert step.captures == 1
 
 
 def test_captured_parts_follow_the_drafts_parameters() -> None:

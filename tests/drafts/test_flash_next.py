@@ -11,14 +11,9 @@ import torch
 from torch import Tensor
 
 import funcmodels as fm
-import lowering
-import params
-from funcmodels.drafts.round import Round
 from params import tree
-from params.tree import tree_map
-from tests.lowering.jit.test_round import same
 from tests.oracle.qwen3_8_flash_next import SEEDS, tokens
-from tests.oracle.qwen3_8_flash_next_mtp import MtpPair, Transcription, of_few_words, pair, small
+from tests.oracle.qwen3_8_flash_next_mtp import MtpPair, Transcription, pair, small
 from tests.oracle.states import ROUNDING, advance, assert_rows_close, per_row
 from tests.tolerances import assert_close
 
@@ -124,75 +119,6 @@ def test_drafts_that_fail_in_any_phase_leave_no_trace(seed: int) -> None:
         formula = Transcription(one)
         formula.run(text[1 : at[row] + 1], plainly.hidden)
         close(fm.logical(dstate, row), formula.entries())
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("seed", "temperature"), [(1, 0.0), (2, 0.0), (5, 0.0), (5, 0.9)])
-def test_drafted_text_is_undrafted_text(seed: int, temperature: float) -> None:
-    """Also where tokens are drawn: the noise of a place is the same."""
-    one = of_few_words(seed)
-    prompts = tokens(one, 3, 17, 1, 9, seed=seed)
-    sampling = [fm.Sampling(temperature, seed=row) for row in range(4)]
-    asked: Any = {"max_new_tokens": 24, "page_size": page(one), "eos": (), "sampling": sampling}
-    plainly = fm.generate(one.model, one.params, prompts, draft="none", **asked)
-    drafted = fm.generate(one.model, one.params, prompts, draft="mtp", **asked)
-    assert [result.tokens for result in drafted] == [result.tokens for result in plainly]
-    assert sum(result.rounds for result in drafted) < sum(result.rounds for result in plainly)
-
-
-def begun(one: MtpPair, prompts: list[list[int]], **kwargs: Any) -> tuple[fm.State, fm.State, fm.Carry]:
-    """Both states and the carry of rows whose prompts are in; token 1 follows each."""
-    head = fm.draft(one.model, "mtp")
-    state = one.model.init_state(len(prompts), 60, page_size=page(one), **kwargs)
-    out, after = advance(one, state, prompts)
-    batch = fm.Batch.from_lists(prompts)
-    following = fm.next_tokens(batch, torch.ones(len(prompts), dtype=torch.int64))
-    return after, *head.extend(one.params, head.init_state(state), out, batch, following)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("temperature", "drawn"), [(0.0, False), (0.8, True)])
-def test_a_captured_round_equals_its_parts(temperature: float, drawn: bool) -> None:
-    """Rows below and beyond the budget, of which some accept nothing; one capture for all rounds."""
-    one, draw = small(2), random.Random(f"{temperature} {drawn}")
-    plainly: Any = Round(one.model, fm.draft(one.model, "mtp")).run
-    step = lowering.jit(plainly, donate=("state", "drafted"), backend="fx")
-    sampling = fm.RowSampling.of([fm.Sampling(temperature, top_k=9, seed=row) for row in range(ROWS)])
-    requests = torch.tensor([4, 7, 2])
-    prompts = tokens(one, 17, 1, 9)
-    mine: Any = begun(one, prompts, pages=40)
-    right: Any = begun(one, prompts)
-    for number in range(6):
-        most = torch.tensor([draw.randint(0, STEPS + 1), STEPS + 1, (STEPS + 1) * (number > 1)])
-        found, *mine = step(one.params, *mine, sampling, requests, most, steps=STEPS, drawn=drawn)
-        expected, *right = plainly(one.params, *right, sampling, requests, most, steps=STEPS, drawn=drawn)
-        assert same(found, expected), f"round {number}"
-        close(mine[2], right[2])
-        for actual, plain in zip(mine[:2], right[:2], strict=True):
-            assert actual.ledger.lengths == plain.ledger.lengths == tuple(plain.lengths.tolist())
-            for row in range(ROWS):
-                close(fm.logical(actual, row), fm.logical(plain, row))
-    assert step.captures == 1
-
-
-def test_gradients_reach_the_trunk_through_the_head() -> None:
-    """Trained together: the slope along a random direction is the difference quotient, in float64."""
-    one = small(0)
-    wide = params.to(one.params, dtype=torch.float64)
-    ids = tokens(one, 8, 5)
-    head, batch = fm.draft(one.model, "mtp"), fm.Batch.from_lists(ids)
-    following = replace(batch, tokens=fm.next_tokens(batch, torch.tensor([3, 4])))
-
-    def loss(values: Any) -> Tensor:
-        out, _ = one.model.forward(values, None, batch, logits=None)
-        return head.forward(values, None, following, out.hidden)[0].logits.log_softmax(-1)[:, 5].sum()
-
-    generator = torch.Generator().manual_seed(0)
-    aim = tree_map(lambda leaf: torch.randn(leaf.shape, generator=generator, dtype=torch.float64), wide)
-    ahead, behind = (loss(tree_map(lambda x, d, s=s: x + s * d, wide, aim)) for s in (1e-7, -1e-7))
-    grads = torch.func.grad(loss)(wide)
-    slope = sum((x * d).sum() for x, d in zip(tree.leaves(grads), tree.leaves(aim), strict=True))
-    assert_close((ahead - behind) / 2e-7, slope, dtype=torch.float32, looser=10, reason="a difference over a step")
 
 
 def test_without_a_head() -> None:

@@ -207,27 +207,3 @@ def loss_of_transformers(
         for row, h in zip(ids, hidden, strict=True)
     ]
     return torch.nn.functional.cross_entropy(torch.cat(made) @ projection.T, targets, reduction="sum")
-
-
-@kinds
-def test_gradients_reach_the_trunk_through_the_head(kind: str) -> None:
-    """Trained together: the slope along a random direction is the difference quotient, in float64."""
-    one = mtp.small(kind)
-    wide = params.to(one.params, dtype=torch.float64)
-    ids = tokens(one, 8, 5)
-    head, batch = fm.draft(one.model, "mtp"), fm.Batch.from_lists(ids)
-    following = replace(batch, tokens=fm.next_tokens(batch, torch.tensor([3, 4])))
-
-    def loss(tree: Any) -> Tensor:
-        out, _ = one.model.forward(tree, None, batch, logits=None)
-        return head.forward(tree, None, following, out.hidden)[0].logits.log_softmax(-1)[:, 5].sum()
-
-    generator = torch.Generator().manual_seed(0)
-    aim = params.tree_map(lambda leaf: torch.randn(leaf.shape, generator=generator, dtype=torch.float64), wide)
-    ahead, behind = (loss(params.tree_map(lambda x, d, s=s: x + s * d, wide, aim)) for s in (1e-6, -1e-6))
-    grads = torch.func.grad(loss)(wide)
-    assert all(leaf.abs().max() > 0 for leaf in params.leaves(grads))
-    slope = sum((x * d).sum() for x, d in zip(params.leaves(grads), params.leaves(aim), strict=True))
-    assert_close(
-        (ahead - behind) / 2e-6, slope, dtype=torch.float32, looser=10, reason="a difference over a step of 1e-6"
-    )

@@ -19,6 +19,7 @@ import funcmodels as fm
 import params
 from tests.oracle import qwen3_5
 from tests.oracle.qwen3_5 import Pair
+from tests.oracle.states import advance
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,16 @@ def build(kind: str, fields: dict[str, Any], seed: int, layers: int) -> MtpPair:
     model = fm.build({**trunk.model.config_json, "mtp_num_hidden_layers": layers})
     tree = params.from_checkpoint(tensors, model.param_spec(), model.family.names)
     return MtpPair(trunk.theirs, model, tree, head, tensors)
+
+
+def begun(one: MtpPair, prompts: list[list[int]], **kwargs: Any) -> tuple[fm.State, fm.State, fm.Carry]:
+    """Both states and the carry of rows whose prompts are in; token 1 follows each."""
+    head = fm.draft(one.model, "mtp")
+    state = one.model.init_state(len(prompts), 60, page_size=4, **kwargs)
+    out, after = advance(one, state, prompts)
+    batch = fm.Batch.from_lists(prompts)
+    following = fm.next_tokens(batch, torch.ones(len(prompts), dtype=torch.int64))
+    return after, *head.extend(one.params, head.init_state(state), out, batch, following)
 
 
 class Assembled(torch.nn.Module):

@@ -19,8 +19,7 @@ import lowering
 from lowering.jit import jitted
 from params import tree
 from params.tree import tree_map
-from tests.lowering.jit.test_whole_round import begun
-from tests.oracle.mtp import MtpPair, small
+from tests.oracle.mtp import MtpPair, begun, small
 
 LOST = (
     "this state was partly overwritten by a captured call that failed and cannot be used again; go on from a fork of "

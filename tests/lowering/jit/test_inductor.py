@@ -11,9 +11,8 @@ import torch
 
 import funcmodels as fm
 import lowering
-from tests.lowering.jit.test_whole_round import begun
 from tests.oracle import block_drafts, mtp, qwen3_5
-from tests.oracle.mtp import MtpPair, small
+from tests.oracle.mtp import MtpPair, begun, small
 from tests.oracle.states import ROUNDING, advance, assert_rows_close, poison
 from tests.tolerances import assert_close
 
