@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from params.quant.values import QuantizedWeight
@@ -12,7 +13,7 @@ from .errors import LoweringError
 
 
 class PreparedWeight:
-    """A weight in a kernel's own layout: has a `device` and a `static_key()`, and means nothing to other kernels.
+    """A weight in a kernel's own layout, the first of its fields; it means nothing to other kernels.
 
     `kernels` are the names of those that read it, `shape` is that of the plain weight. A class whose plain values can
     be had back also has `plain`.
@@ -20,6 +21,19 @@ class PreparedWeight:
 
     kernels: ClassVar[tuple[str, ...]]
     shape: tuple[int, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weight lies."""
+        return self._laid_out.device
+
+    @property
+    def _laid_out(self) -> Tensor:
+        return next(iter(vars(self).values()))
+
+    def static_key(self) -> tuple[object, ...]:
+        """What a choice of kernel may depend on."""
+        return type(self), self._laid_out.shape, self._laid_out.dtype
 
     def plain(self) -> Tensor:
         """The weight as the op's reference reads it. `LoweringError` where only its kernel knows the layout."""

@@ -45,15 +45,6 @@ class GroupedWeight(PreparedWeight):
         experts, inputs, outputs = self.blocked.shape
         return experts, outputs, inputs
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weights lie."""
-        return self.blocked.device
-
-    def static_key(self) -> tuple[object, ...]:
-        """What a choice of kernel may depend on."""
-        return GroupedWeight, self.blocked.shape, self.blocked.dtype
-
     def plain(self) -> Tensor:
         """The weights [experts outputs inputs], as a view."""
         return self.blocked.transpose(1, 2)

@@ -42,18 +42,9 @@ class OnePlusWeight(PreparedWeight):
     one_plus: Tensor
 
     @property
-    def device(self) -> torch.device:
-        """Where the weight lies."""
-        return self.weight.device
-
-    @property
     def shape(self) -> torch.Size:
         """The shape of the weight."""
         return self.weight.shape
-
-    def static_key(self) -> tuple[object, ...]:
-        """What a choice of kernel may depend on."""
-        return OnePlusWeight, self.weight.shape, self.weight.dtype
 
     def plain(self) -> Tensor:
         """The weight as it was."""

@@ -65,15 +65,6 @@ class Int8Experts(PreparedWeight):
         """Experts, outputs, inputs."""
         return tuple(self.weight.mT.shape)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weights lie."""
-        return self.weight.device
-
-    def static_key(self) -> tuple[object, ...]:
-        """What a choice of kernel may depend on."""
-        return Int8Experts, self.weight.shape
-
     def plain(self) -> Any:
         """The weights as they were."""
         return Int8Weight(self.weight.mT, self.scale[..., None])
@@ -103,15 +94,6 @@ class Int4Experts(PreparedWeight):
         count, inputs, words = self.weight.shape
         return count, 8 * words, inputs
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weights lie."""
-        return self.weight.device
-
-    def static_key(self) -> tuple[object, ...]:
-        """What a choice of kernel may depend on."""
-        return Int4Experts, self.weight.shape
-
     def plain(self) -> Any:
         """The weights as they were, but for the partial sums of the correction."""
         scale = self.scale.to(torch.int32).view(torch.float32).mT
@@ -135,15 +117,6 @@ class MXFP8Experts(PreparedWeight):
     def shape(self) -> tuple[int, ...]:
         """Experts, outputs, inputs."""
         return tuple(self.weight.shape)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights lie."""
-        return self.weight.device
-
-    def static_key(self) -> tuple[object, ...]:
-        """What a choice of kernel may depend on."""
-        return MXFP8Experts, self.weight.shape
 
     def plain(self) -> Any:
         """The weights as they were."""
@@ -171,15 +144,6 @@ class MXFP4Experts(PreparedWeight):
         """Experts, outputs, inputs."""
         count, inputs, words = self.weight.shape
         return count, 8 * words, inputs
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights lie."""
-        return self.weight.device
-
-    def static_key(self) -> tuple[object, ...]:
-        """What a choice of kernel may depend on."""
-        return MXFP4Experts, self.weight.shape
 
     def plain(self) -> Any:
         """The weights as they were."""

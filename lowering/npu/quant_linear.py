@@ -46,15 +46,6 @@ class Int8Blocks(PreparedWeight):
         """Outputs and inputs."""
         return tuple(self.blocked.mT.shape)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weight lies."""
-        return self.blocked.device
-
-    def static_key(self) -> tuple[object, ...]:
-        """What a choice of kernel may depend on."""
-        return Int8Blocks, self.blocked.shape
-
     def plain(self) -> Any:
         """The weight as it was."""
         return Int8Weight(self.blocked.mT, self.scale[:, None])
@@ -78,15 +69,6 @@ class StaticInt8Blocks(PreparedWeight):
         """Outputs and inputs."""
         return tuple(self.blocked.mT.shape)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weight lies."""
-        return self.blocked.device
-
-    def static_key(self) -> tuple[object, ...]:
-        """What a choice of kernel may depend on."""
-        return StaticInt8Blocks, self.blocked.shape
-
     def plain(self) -> Any:
         """The weight as it was, its scale in float32."""
         return StaticInt8Weight(self.blocked.mT, self.scale, self.correction, self.input_scale, self.offset[:1])
@@ -108,14 +90,9 @@ class MXFP8Pairs(PreparedWeight):
         outputs, inputs = self.values.shape
         return outputs, inputs - sum(self.padding)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weight lies."""
-        return self.values.device
-
     def static_key(self) -> tuple[object, ...]:
         """What a choice of kernel may depend on."""
-        return MXFP8Pairs, self.values.shape, self.padding
+        return *super().static_key(), self.padding
 
     def plain(self) -> Any:
         """The weight as it was."""

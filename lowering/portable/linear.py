@@ -28,11 +28,6 @@ class PackedWeight(PreparedWeight):
     shape: tuple[int, int] = static()
     dtype: torch.dtype = static()
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weight lies."""
-        return self.packed.device
-
     def static_key(self) -> tuple[object, ...]:
         """What a choice of kernel may depend on."""
         return PackedWeight, self.shape, self.dtype

@@ -150,11 +150,6 @@ class PackedInt8(PreparedWeight):
     zeros: Int[Tensor, " outputs"]
     shape: tuple[int, int] = static()
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weight lies."""
-        return self.packed.device
-
     def static_key(self) -> tuple[object, ...]:
         """What a choice of kernel may depend on."""
         return PackedInt8, self.shape
@@ -250,14 +245,9 @@ class MXMatrix(PreparedWeight):
         """The shape of the plain weight."""
         return (*self.values.shape[:-1], self.values.shape[-1] - sum(self.padding))
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weight lies."""
-        return self.values.device
-
     def static_key(self) -> tuple[object, ...]:
         """What a choice of kernel may depend on."""
-        return MXMatrix, self.values.shape, self.padding, self.rounds
+        return *super().static_key(), self.padding, self.rounds
 
 
 def _matrix(weight: Any) -> MXMatrix | None:
