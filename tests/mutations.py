@@ -126,7 +126,7 @@ STATE = (
     Mutation(ROOM, "    if state.pending is not None:\n        raise",
              "    if False:\n        raise", f"{MISUSE} -k a_pending_state_can_only"),
     Mutation("lowering/ops/short_conv.py", "index = accepted[:, None] + torch", "index = accepted[:, None] * 0 + torch",
-             beside("qwen3_5", "any_number_of_drawn")),
+             "tests/lowering/ops/test_conv_ops.py"),
     Mutation("lowering/ops/delta.py", "replay_delta(self.before, self.keys, self.updates, self.decay, accepted)",
              "replay_delta(self.before, self.keys, self.updates, self.decay, accepted + 1)",
              "tests/lowering/ops/test_delta_ops.py"),
