@@ -57,13 +57,16 @@ def read_all(jobs: Iterable[Job], advance: Callable[[int], None]) -> None:
     for job in jobs:
         by_file.setdefault(job.stored.file, []).append(job)
     for file, inside in by_file.items():
-        inside.sort(key=lambda job: job.stored.offset)
         try:
-            with open_file(file, buffering=0) as stream:
-                for job in inside:
-                    _read(stream, job, advance)
+            _read_file(file, sorted(inside, key=lambda job: job.stored.offset), advance)
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+def _read_file(file: Path, jobs: Iterable[Job], advance: Callable[[int], None]) -> None:
+    with open_file(file, buffering=0) as stream:
+        for job in jobs:
+            _read(stream, job, advance)
 
 
 def _read(stream: BinaryIO, job: Job, advance: Callable[[int], None]) -> None:

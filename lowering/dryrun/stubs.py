@@ -31,16 +31,19 @@ def stubs(wheel: Path) -> Path:
     directory = wheel / f"stubs-torch-{torch.__version__}"
     if not directory.exists():
         with tempfile.TemporaryDirectory(dir=wheel) as scratch:
-            built = Path(scratch) / "stubs"
-            built.mkdir()
-            _build(built, *wanting(wheel))
-            try:
-                built.rename(directory)
-            except OSError:
-                # Another process was first; what it built is the same.
-                if not directory.exists():
-                    raise
+            _put(directory, wheel, Path(scratch) / "stubs")
     return directory
+
+
+def _put(directory: Path, wheel: Path, built: Path) -> None:
+    built.mkdir()
+    _build(built, *wanting(wheel))
+    try:
+        built.rename(directory)
+    except OSError:
+        # Another process was first; what it built is the same.
+        if not directory.exists():
+            raise
 
 
 def wanting(wheel: Path) -> tuple[list[str], list[str]]:
