@@ -8,9 +8,14 @@ from . import beside  # noqa: F401
 
 # isort: split
 
-# Kernels are tried in the order registered: a fused operator before anything made of Torch's own.
+# Kernels are tried in the order registered: a fused operator, then a kernel of ours, then what is made of Torch's own.
 from . import npu as npu_kernels
+
+# isort: split
 from . import ops
+from . import triton as triton_kernels
+
+# isort: split
 from . import portable as torch_kernels
 from .ascend_compiler.audit import Finding, audit
 from .ascend_compiler.compile import TritonSource, compile_for
@@ -39,5 +44,5 @@ __all__ = [
     "Kernel", "Lowered", "LoweringError", "Op", "Overflow", "Policy", "RecaptureWarning", "Refused", "Report", "Row",
     "Rows", "Sheet", "Target", "TritonSource", "audit", "captured_with", "compare", "compared", "compile_for",
     "explain", "find", "in_force", "jit", "lower", "npu_kernels", "op", "ops", "page", "prepare", "record", "table",
-    "torch_kernels", "use", "watch",
+    "torch_kernels", "triton_kernels", "use", "watch",
 ]  # fmt: skip

@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     compiling.add_argument(
         "--target", action="append", choices=targets.ASCEND, help="default: all; several for several"
     )
+    compiling.add_argument("--record", action="store_true", help="write down what reports say of them, if all is good")
     args = parser.parse_args(argv)
     try:
         return args.run(args)
@@ -98,9 +99,14 @@ def _fetch_compiler(_: argparse.Namespace) -> int:
 
 
 def _compile_kernels(args: argparse.Namespace) -> int:
+    if args.record and args.target:
+        raise LoweringError("--record writes down every target; leave out --target")
     found = catalogue.compiled([targets.named(name) for name in args.target or targets.ASCEND])
     catalogue.sheet(found).show(Console())
-    return 0 if all(one.good for one in found) else 1
+    good = all(one.good for one in found)
+    if args.record and good:
+        catalogue.record(found)
+    return 0 if good else 1
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -47,7 +47,7 @@ class Kernel:
     `operators` are the operators outside Torch that it calls. Who registers such a kernel knows the device:
     `available(target, wanted)` returns None, or one sentence about what the target lacks, be it the `wanted` evidence
     (`Policy.evidence`); `evidence(target)` says in a word what it is that speaks for the kernel there; `loaded()`
-    whether the operators can be called in this process.
+    whether the operators can be called in this process; `remark(target)` what reports say of it there.
     `weights` are the kinds of weights that it reads, quantised ones and perhaps `Tensor`; without any it reads plain
     ones only. What `refuse` says includes what it does not read.
     `only_by_name=True` marks one that runs only where a policy names it.
@@ -69,6 +69,7 @@ class Kernel:
     available: Callable[[Target, str], str | None] | None = None
     evidence: Callable[[Target], str] | None = None
     loaded: Callable[[], bool] | None = None
+    remark: Callable[[Target], str] | None = None
 
     @functools.cached_property
     def limited(self) -> bool:
@@ -77,7 +78,7 @@ class Kernel:
 
     @property
     def portable(self) -> bool:
-        """Whether it calls Torch's operators alone."""
+        """Whether it calls no fused operator of a device's library."""
         return not self.operators
 
     def serves(self, target: Target) -> bool:

@@ -55,7 +55,9 @@ def differentiated_once(op: str, kernel: Kernel, around: str, args: tuple[Any, .
         return x
 
     # A transform records the graph of its own backward, whether it is wanted or not.
-    result = kernel.run(*(tree_map(watched, args) if around == "autograd" else args), **kwargs)
+    if around == "autograd":
+        args, kwargs = tree_map(watched, (args, kwargs))
+    result = kernel.run(*args, **kwargs)
     for y in tree.leaves(result):
         if isinstance(y, Tensor) and y.requires_grad:
             y.register_hook(before)

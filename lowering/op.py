@@ -96,9 +96,9 @@ class Op:
             choice = None
         choice = choice or self._first(key, mode, args, kwargs)
         kernel = choice.kernel
-        differentiated = kernel.limited and records_gradients(args)
+        differentiated = kernel.limited and records_gradients((*args, *kwargs.values()))
         if differentiated:
-            around = with_autograd(around, args)
+            around = with_autograd(around, (*args, *kwargs.values()))
             key = key_of(mode.key, around, args, kwargs)
             choice = self._remembered(key) or self._first(key, mode, args, kwargs)
             kernel = choice.kernel
@@ -150,6 +150,7 @@ class Op:
         available: Callable[[Target, str], str | None] | None = None,
         evidence: Callable[[Target], str] | None = None,
         loaded: Callable[[], bool] | None = None,
+        remark: Callable[[Target], str] | None = None,
         replace: bool = False,
     ) -> Callable[[F], F]:
         """Register a kernel, for every call from now on; `remove` takes it away again.
@@ -170,7 +171,7 @@ class Op:
             refused = with_weights(name, weights, refuse)
             added = Kernel(
                 name, run, targets, refused, host_reads, batches, backward_once, differentiable, eager, prepare,
-                operators, weights, only_by_name, available, evidence, loaded,
+                operators, weights, only_by_name, available, evidence, loaded, remark,
             )  # fmt: skip
             # Threads that choose go on with the kernels there were.
             rest = {other: kernel for other, kernel in self.kernels.items() if other != REFERENCE}
@@ -251,8 +252,8 @@ class Op:
         """The choice for this call, without running it."""
         mode, around = MODE.get(), surroundings()
         chosen = mode.target if target is None else targets.named(target)
-        if records_gradients(args):
-            around = with_autograd(around, args)
+        if records_gradients((*args, *kwargs.values())):
+            around = with_autograd(around, (*args, *kwargs.values()))
         return self.choose(Mode(mode.policy, chosen, dry=mode.dry), around, args, kwargs)
 
     def candidates(

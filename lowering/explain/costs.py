@@ -84,6 +84,11 @@ def _projected(a: Arguments, out: Any) -> int:
     return 2 * out.numel() * rows.shape[-1]
 
 
+def _told(a: Arguments, out: Any) -> int:
+    """A launch of ours says what its products count."""
+    return a["flops"]
+
+
 def _chosen(a: Arguments, out: Any) -> int:
     """Rows, results, and of the weights [experts outputs inputs] one for each row."""
     weight = a["values"].element_size() * math.prod(a["values"].shape[1:])
@@ -100,6 +105,7 @@ ATEN = Formulas(
         _CPU_ATTENTION: _product,
         "aten::_scaled_dot_product_fused_attention_overrideable": _product,
         **dict.fromkeys(_PRODUCTS, _projected),
+        "triton_kernels::gated_delta_rule": _told,
     },
     bytes={
         "funcmodels::choice_products": _chosen,

@@ -30,6 +30,7 @@ tbody { border-bottom: 1px solid var(--line); }
 .badge { display: inline-block; padding: 0 .45em; border-radius: .7em; white-space: nowrap; background: #8883; }
 .seen-here { background: #16a34a66; } .documented { background: #22c55e40; }
 .in-use { background: #3b82f640; } .stated { background: #f59e0b50; } .nothing { background: #ef444450; }
+.compiled { background: #a855f740; }
 .why td { max-width: 20rem; padding-top: 0; font-size: .9em; }
 summary { cursor: pointer; opacity: .75; } details p { margin-left: 1rem; }
 figure { margin: 1rem 0; } svg { width: 100%; max-width: 44rem; height: auto; } figcaption { font-size: .9em; }

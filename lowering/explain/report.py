@@ -34,7 +34,7 @@ class Row:
     """One op with one choice: how often it was called, the kernel it got, and why others were refused.
 
     With `asked` the policy named the kernel for that op, this one or one that it contains, and no other was looked at.
-    `remark` tells what a default has decided about the calls (`Op.remark`).
+    `remark` tells what a default has decided about the calls (`Op.remark`), or what is known of the kernel.
     `evidence` says what speaks for the kernel's operators on the target; nothing has to for Torch's own.
     `others` are kernels for weights of other kinds than the call's, whose refusals say nothing that is news.
     """
@@ -89,8 +89,10 @@ class Report:
     def _row(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Row:
         """The row that says the same, made now if there is none."""
         others = _for_other_weights(choice, args)
-        evidence = choice.kernel.evidence(choice.target) if choice.kernel.evidence else ""
-        remark = find(choice.op).remark(choice.target, *args, **kwargs) or ""
+        kernel, target = choice.kernel, choice.target
+        evidence = kernel.evidence(target) if kernel.evidence else ""
+        remarks = (kernel.remark and kernel.remark(target), find(choice.op).remark(target, *args, **kwargs))
+        remark = "\n".join(filter(None, remarks))
         told = {"asked": choice.asked, "others": others, "evidence": evidence, "remark": remark}
         new = Row(choice.op, choice.kernel.name, choice.refused, choice.target, **told)
         row = next((row for row in self.rows if replace(row, count=0) == new), new)

@@ -242,7 +242,8 @@ def fused_share(program: Lowered) -> str:
     rest = [(share, why_loose(program, row)) for row, share in costs.left()[:TOLD] if share >= TELLING]
     of_flops, of_bytes = (percent(1 - part) for part in parts(costs.loose, costs.total))
     said = "; ".join(f"{why} ({percent(share)})" for share, why in rest)
-    fused = f"{of_flops} of FLOPs and {of_bytes} of bytes lie in fused operators or single ones of the device"
+    where = "fused operators, kernels of ours or single operators of the device"
+    fused = f"{of_flops} of FLOPs and {of_bytes} of bytes lie in {where}"
     return f"{program.target}: {fused}" + (f"; most of what is left: {said}" if said else "")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from ..ops.short_conv import WindowTrail
 from ..rows import Rows
 from ..target import Target
 from . import delta, norm, short_conv
+from .kernels import RECORD
 from .launch import Launch
 
 ROWS, STEPS = 8, 4
@@ -122,6 +125,16 @@ def compiled(targets: Sequence[Target]) -> list[Shown]:
     asked = [(target, name, launch) for target in targets for name, launch in launches(target).items()]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         return list(threads.map(lambda one: show(*one), asked))
+
+
+def record(found: Sequence[Shown]) -> None:
+    """Write down what came out, by target and name, for `kernels` to register by. All of it must be good."""
+    rows: dict[str, dict[str, Any]] = {}
+    for one in found:
+        assert isinstance(one.outcome, Compiled) and not one.findings
+        row = {"chip": one.outcome.chip, "tile": one.launch.constants["TILE"], "used": round(one.outcome.used, 4)}
+        rows.setdefault(one.target.name, {})[one.name] = row
+    RECORD.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def sheet(found: Sequence[Shown]) -> Sheet:

@@ -35,7 +35,7 @@ def gated_delta_rule(
     """
     (_, k_heads, k_dim), (_, v_heads, v_dim) = q.shape, v.shape
     count, steps = rows.count, rows.max_query
-    after = state.new_empty(count, steps, *state.shape[1:]) if keep_steps else state.clone()
+    after = state.new_empty(count, steps, *state.shape[1:]) if keep_steps else with_scratch_of(state, count)
     tile = planned(target, RECURRENT, size=state.element_size(), most=v_dim, width=k_dim)
     tile, out = dividing(tile, v_dim), torch.zeros_like(v)
     arguments = {
@@ -54,9 +54,16 @@ def gated_delta_rule(
         "steps": steps,
     }
     constants = {"K_DIM": k_dim, "V_DIM": v_dim, "TILE": tile, "CHANNELS": decay.ndim == k.ndim, "STEPS": keep_steps}
-    jobs = count * v_heads * (v_dim // tile)
-    launch = Launch("delta", "recurrent", arguments, constants, jobs, ("state", "after"))
+    jobs, flops = count * v_heads * (v_dim // tile), 6 * v.shape[0] * v_heads * v_dim * k_dim
+    launch = Launch("delta", "recurrent", arguments, constants, jobs, ("state", "after"), ("out", "after"), flops)
     return launch, (out, state, DeltaStates(state, after)) if keep_steps else (out, after, None)
+
+
+def with_scratch_of(state: Tensor, rows: int) -> Tensor:
+    """Slots like those of a state, to be filled for its rows; what is behind them is copied."""
+    after = torch.empty_like(state, memory_format=torch.contiguous_format)
+    after[rows:] = state[rows:]
+    return after
 
 
 def delta_gates(
@@ -70,7 +77,8 @@ def delta_gates(
     arguments = {"a": a, "b": b, "a_log": a_log, "dt_bias": dt_bias, "decay": out[0], "beta": out[1]}
     sizes = {"tokens": tokens, "heads": heads}
     constants = {"TILE": tile, "HEADS": block}
-    return Launch("delta", "delta_gates", arguments | sizes, constants, -(-tokens // tile), ("a", "b")), out
+    jobs, fills = -(-tokens // tile), ("decay", "beta")
+    return Launch("delta", "delta_gates", arguments | sizes, constants, jobs, ("a", "b"), fills), out
 
 
 def channel_gates(
@@ -83,8 +91,8 @@ def channel_gates(
     arguments = {"f": f, "b": b, "a_log": a_log, "dt_bias": dt_bias, "decay": out[0], "beta": out[1]}
     sizes = {"tokens": tokens, "heads": heads, "lower_bound": float(lower_bound or 0.0)}
     constants = {"K_DIM": k_dim, "TILE": tile, "BOUNDED": lower_bound is not None}
-    jobs = tokens * -(-heads // tile)
-    return Launch("delta", "channel_gates", arguments | sizes, constants, jobs, ("f", "decay")), out
+    jobs, fills = tokens * -(-heads // tile), ("decay", "beta")
+    return Launch("delta", "channel_gates", arguments | sizes, constants, jobs, ("f", "decay"), fills), out
 
 
 def commit(trail: DeltaStates, accepted: Tensor, *, target: Target) -> tuple[Launch, Tensor]:
@@ -95,7 +103,7 @@ def commit(trail: DeltaStates, accepted: Tensor, *, target: Target) -> tuple[Lau
     arguments = {"before": trail.before, "after": trail.after, "accepted": accepted, "out": out}
     sizes = {"rows": rows, "steps": steps, "width": width}
     jobs, pools = rows * -(-width // tile), ("before", "after", "out")
-    return Launch("delta", "commit", arguments | sizes, {"TILE": tile}, jobs, pools), out
+    return Launch("delta", "commit", arguments | sizes, {"TILE": tile}, jobs, pools, ("out",)), out
 
 
 def scatter(source: Tensor, slots: Tensor, out: Tensor, *, target: Target) -> Launch:
@@ -103,4 +111,5 @@ def scatter(source: Tensor, slots: Tensor, out: Tensor, *, target: Target) -> La
     rows, width = source.shape[0], source[0].numel()
     tile = planned(target, COPY, size=out.element_size(), most=width)
     arguments = {"source": source, "slots": slots, "out": out, "rows": rows, "width": width}
-    return Launch("delta", "scatter", arguments, {"TILE": tile}, rows * -(-width // tile), ("source", "out"))
+    jobs, pools = rows * -(-width // tile), ("source", "out")
+    return Launch("delta", "scatter", arguments, {"TILE": tile}, jobs, pools, ("out",))

@@ -22,4 +22,5 @@ def gated_rms_norm(
     tile = planned(target, GATED, size=x.element_size(), most=rows, width=block)
     arguments = {"x": x, "gate": gate, "weight": weight, "out": out, "rows": rows, "eps": eps}
     constants = {"DIM": dim, "BLOCK": block, "TILE": tile, "SILU": activation == "silu", "ROUNDED": rounded}
-    return Launch("norm", "gated_rms_norm", arguments, constants, -(-rows // tile), ("x", "gate", "out")), out
+    jobs, pools = -(-rows // tile), ("x", "gate", "out")
+    return Launch("norm", "gated_rms_norm", arguments, constants, jobs, pools, ("out",)), out

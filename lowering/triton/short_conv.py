@@ -37,7 +37,8 @@ def short_conv(
     }
     constants = {"WIDTH": width, "DILATION": dilation, "TILE": tile, "STEPS": keep_steps}
     jobs = rows.count * -(-channels // tile)
-    launch = Launch("short_conv", "short_conv", arguments, constants, jobs, ("x", "window", "out", "after"))
+    pools, fills = ("x", "window", "out", "after"), ("out", "after")
+    launch = Launch("short_conv", "short_conv", arguments, constants, jobs, pools, fills)
     return launch, (out, window, WindowTrail(after)) if keep_steps else (out, after, None)
 
 
@@ -49,4 +50,4 @@ def commit(trail: WindowTrail, accepted: Tensor, past: int, *, target: Target) -
     arguments = {"inputs": trail.inputs, "accepted": accepted, "out": out}
     sizes = {"rows": rows, "past": past, "slot": slot, "channels": channels}
     jobs = rows * -(-past * channels // tile)
-    return Launch("short_conv", "commit", arguments | sizes, {"TILE": tile}, jobs, ("inputs", "out")), out
+    return Launch("short_conv", "commit", arguments | sizes, {"TILE": tile}, jobs, ("inputs", "out"), ("out",)), out

@@ -7,12 +7,14 @@ import functools
 import pickle
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from lowering.ascend_compiler.packages import fetched
-from lowering.triton.launch import Launch
+from lowering.triton.launch import SOURCES, Launch
 
 
 @functools.cache
@@ -27,14 +29,20 @@ def process() -> subprocess.Popen[bytes]:
 
 def run(launch: Launch, programs: int = 3) -> None:
     """Fill the tensors that the kernel writes, with a grid of so many programs, or fewer where there is less to do."""
+    runner(launch.file, launch.name, launch.jobs, launch.arguments, launch.constants, programs)
+
+
+def runner(
+    file: str, name: str, jobs: int, arguments: Mapping[str, Any], constants: Mapping[str, Any], programs: int = 3
+) -> None:
+    """The same of a launch's parts, in the place of `lowering.triton.launch.RUNNER`."""
     child = process()
     assert child.stdin is not None and child.stdout is not None
-    grid = max(1, min(launch.jobs, programs))
-    call = (str(launch.source.path), launch.name, grid, dict(launch.arguments), dict(launch.constants))
+    call = (str(SOURCES / f"{file}.py"), name, max(1, min(jobs, programs)), dict(arguments), dict(constants))
     pickle.dump(call, child.stdin)
     child.stdin.flush()
     answer = pickle.load(child.stdout)
     assert not isinstance(answer, str), answer
-    for name, value in launch.arguments.items():
+    for argument, value in arguments.items():
         if isinstance(value, Tensor):
-            value.copy_(answer[name])
+            value.copy_(answer[argument])

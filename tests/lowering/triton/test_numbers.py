@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import lowering
 from lowering.cases import CASES
 from lowering.cases.case import Case
 from lowering.op import find
@@ -17,28 +17,20 @@ from lowering.ops import DeltaStates, DeltaTrail
 from lowering.ops.short_conv import WindowTrail
 from lowering.rows import Rows
 from lowering.target import TARGETS
-from lowering.triton import delta, norm, short_conv
-from lowering.triton.launch import Launch
-from tests.lowering.triton.interpreter import run
+from lowering.triton import delta, launch, short_conv
+from tests.lowering.triton.interpreter import run, runner
 from tests.tolerances import assert_close
 
 SMALL = {"gated_delta_rule": 65536, "gated_rms_norm": 40960, "gated_rms_norm_fp32": 40960}
 """Bytes of a unified buffer, 512 for other ops: tiles are then smaller than tensors, and their last one is ragged."""
-LAUNCHES: dict[str, Callable[..., tuple[Launch, Any]]] = {
-    "gated_delta_rule": delta.gated_delta_rule,
-    "delta_gates": delta.delta_gates,
-    "channel_gates": delta.channel_gates,
-    "short_conv": short_conv.short_conv,
-    "gated_rms_norm": lambda *args, **kwargs: norm.gated_rms_norm(*args, **kwargs, rounded=True),
-    "gated_rms_norm_fp32": lambda *args, **kwargs: norm.gated_rms_norm(*args, **kwargs, rounded=False),
-}
+OPS = ("gated_delta_rule", "delta_gates", "channel_gates", "short_conv", "gated_rms_norm", "gated_rms_norm_fp32")
 BEFORE = {"gated_delta_rule": 5, "short_conv": 2}
 """Where the state stands among an op's arguments."""
 
 
 def taken(case: Case) -> bool:
-    """Whether a launch takes the case: one that continues a state, by few tokens a row; wide ones by the fewest."""
-    if case.op not in LAUNCHES or case.bench:
+    """Whether the kernel takes the case: one that continues a state, by few tokens a row; wide ones by the fewest."""
+    if case.op not in OPS or case.bench:
         return False
     args, _ = case.arguments()
     rows = next((arg for arg in args if isinstance(arg, Rows)), None)
@@ -56,18 +48,28 @@ def with_padding_of_nan(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def filled(case: Case, dtype: torch.dtype) -> tuple[Any, Any, Rows | None]:
-    """What a launch gives, what the op's body gives, and the rows."""
+    """What the kernel gives, what the op's body gives, and the rows."""
     args, kwargs = case.arguments(dtype)
     args = with_padding_of_nan(args)
-    target = replace(TARGETS["ascend910b"], unified_buffer=SMALL.get(case.op, 512))
-    launch, found = LAUNCHES[case.op](*args, **kwargs, target=target)
-    run(launch)
+    found = called(case, args, kwargs, SMALL.get(case.op, 512))
     return found, find(case.op).body(*args, **kwargs), next((arg for arg in args if isinstance(arg, Rows)), None)
+
+
+def called(case: Case, args: Any, kwargs: Any, unified_buffer: int = 192 * 1024) -> Any:
+    """What the registered kernel gives on a 910B with such a buffer, as the interpreter runs it."""
+    target = replace(TARGETS["ascend910b"], unified_buffer=unified_buffer)
+    with lowering.use(target=target, **{case.op: f"triton_{case.op}"}):
+        return find(case.op)(*args, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "RUNNER", runner)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("case", [case for case in CASES if taken(case)], ids=str)
-def test_a_launch_fills_what_the_op_gives(case: Case, dtype: torch.dtype) -> None:
+def test_a_kernel_gives_what_the_op_gives(case: Case, dtype: torch.dtype) -> None:
     found, expected, rows = filled(case, dtype)
     if rows is None or found[2] is None:
         return assert_close(found, expected, length=case.length)
@@ -93,14 +95,14 @@ TINY = replace(TARGETS["ascend910b"], unified_buffer=64)
 def test_committed_states_and_windows(dtype: torch.dtype) -> None:
     """Rows that accept nothing, all and some of four tokens; tiles do not divide what they go over."""
     states = DeltaStates(torch.randn(4, 2, 5, 3).to(dtype), torch.randn(3, 4, 2, 5, 3).to(dtype))
-    launch, found = delta.commit(states, ACCEPTED, target=TINY)
-    run(launch)
-    assert launch.jobs > 3 and torch.equal(found, states.at(ACCEPTED))
+    started, found = delta.commit(states, ACCEPTED, target=TINY)
+    run(started)
+    assert started.jobs > 3 and torch.equal(found, states.at(ACCEPTED))
     trail = WindowTrail(torch.randn(4, 3 + 4, 7).to(dtype))
     trail.inputs[3] = 0
-    launch, found = short_conv.commit(trail, ACCEPTED, 3, target=TINY)
-    run(launch)
-    assert launch.jobs > 3 and torch.equal(found, trail.at(ACCEPTED, 3))
+    started, found = short_conv.commit(trail, ACCEPTED, 3, target=TINY)
+    run(started)
+    assert started.jobs > 3 and torch.equal(found, trail.at(ACCEPTED, 3))
 
 
 @pytest.mark.parametrize("programs", [1, 5])
@@ -109,24 +111,27 @@ def test_scattered_states(programs: int) -> None:
     source, out, slots = torch.randn(3, 2, 5), torch.randn(6, 2, 5), torch.tensor([4, -1, 0], dtype=torch.int32)
     expected = out.clone()
     expected[[4, 0]] = source[[0, 2]]
-    launch = delta.scatter(source, slots, out, target=TINY)
-    run(launch, programs)
+    run(delta.scatter(source, slots, out, target=TINY), programs)
     assert torch.equal(out, expected)
 
 
-def test_the_interpreter_notices_a_wrong_convention() -> None:
+def test_the_interpreter_notices_a_wrong_convention(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decay that is not applied, a tap that is left out, a gate that is not rounded: as large as they should be."""
     cases = {str(case): case for case in CASES}
     for name, changed in {
-        "gated_delta_rule[verify_2_6_8_12_window]": lambda launch: launch.arguments["decay"].zero_(),
-        "short_conv[ragged_10x4_window]": lambda launch: launch.arguments["taps"][0].zero_(),
-        "gated_rms_norm[heads_silu]": lambda launch: launch.constants.update(SILU=False),
+        "gated_delta_rule[verify_2_6_8_12_window]": lambda arguments, constants: arguments["decay"].zero_(),
+        "short_conv[ragged_10x4_window]": lambda arguments, constants: arguments["taps"][0].zero_(),
+        "gated_rms_norm[heads_silu]": lambda arguments, constants: constants.update(SILU=False),
     }.items():
-        case = cases[name]
-        args, kwargs = case.arguments()
-        launch, found = LAUNCHES[case.op](*args, **kwargs, target=TARGETS["ascend910b"])
-        expected = find(case.op).body(*args, **kwargs)
-        changed(launch)
-        run(launch)
+        args, kwargs = cases[name].arguments()
+        expected = find(cases[name].op).body(*args, **kwargs)
+
+        def wrongly(file: str, kernel: str, jobs: int, arguments: Any, constants: Any, changed: Any = changed) -> None:
+            arguments = {key: x.clone() if key in ("decay", "taps") else x for key, x in arguments.items()}
+            constants = dict(constants)
+            changed(arguments, constants)
+            runner(file, kernel, jobs, arguments, constants)
+
+        monkeypatch.setattr(launch, "RUNNER", wrongly)
         with pytest.raises(AssertionError):
-            assert_close(found, expected, length=case.length)
+            assert_close(called(cases[name], args, kwargs), expected, length=cases[name].length)

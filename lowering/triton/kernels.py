@@ -1,0 +1,181 @@
+"""Our Triton kernels as kernels of their ops, on Ascend: tried after torch_npu's fused operators, before plain Torch.
+
+What speaks for them is that Ascend's compiler made a program of each for the machine (`compiled.json`, written by
+`python -m lowering compile-kernels --record`), and that Triton's interpreter gives what the op's body gives. On CPU
+tensors the body stands in for a kernel, as CPU references do for torch_npu's operators.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+from collections.abc import Callable
+from functools import partial
+from inspect import Parameter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import LoweringError
+from ..host import symbolic
+from ..kernel import Refusal
+from ..npu.features import loaded
+from ..npu.kernel import above, empty, machine
+from ..op import Op
+from ..ops.delta import channel_gates, delta_gates, gated_delta_rule
+from ..ops.norm import gated_rms_norm, gated_rms_norm_fp32
+from ..ops.short_conv import short_conv
+from ..policy import EVIDENCE, MODE
+from ..rows import Rows
+from ..target import ASCEND, Target
+from . import delta, launch, norm
+from . import short_conv as conv
+
+Make = Callable[..., tuple[launch.Launch, Any]]
+RECORD = Path(__file__).with_name("compiled.json")
+MOST_STEPS = 16
+"""Tokens a row that kernels which go token by token take: the window of a DFlash block, at its default size."""
+TAKEN = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def ours(op: Op, make: Make, refuse: Refusal) -> None:
+    """Register a kernel of `op` on every Ascend target that Ascend's compiler has been shown it for.
+
+    `make(*args, **kwargs, target=)` gives a launch and the result that it fills.
+    """
+    launch.operator(op.name)
+    told = {"available": partial(_available, op.name), "evidence": lambda target: "compiled"}
+    register = op.kernel(
+        f"triton_{op.name}",
+        targets=tuple(target for target in ASCEND if recorded(op.name, target)),
+        refuse=_positional(op, partial(_refused, make, refuse)),
+        batches=False,
+        differentiable=False,
+        remark=partial(said, op.name),
+        **told,
+    )
+    run = _positional(op, partial(_run, op, make))
+    run.__signature__ = op.signature  # type: ignore[attr-defined]
+    register(run)
+
+
+def _positional(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with arguments by position where the op takes them so, however they are given."""
+    kinds = [parameter.kind for parameter in op.signature.parameters.values()]
+    places = sum(kind is not Parameter.KEYWORD_ONLY for kind in kinds)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if len(args) < places:
+            bound = op.signature.bind(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
+        return function(*args, **kwargs)
+
+    return called
+
+
+def _run(op: Op, make: Make, *args: Any, **kwargs: Any) -> Any:
+    device = next(arg.device for arg in args if isinstance(arg, Tensor))
+    if device.type == "cpu" and MODE.get().dry is None and launch.RUNNER is launch.on_device:
+        if not loaded(("npu_rms_norm",)):
+            raise LoweringError(
+                f"{op.name}: triton_{op.name} runs on an Ascend device, and these tensors are on the CPU; to see what "
+                "would run, use lowering.explain or lowering.lower; to run its reference, call "
+                "lowering.npu_reference.load()"
+            )
+        return op.body(*args, **kwargs)
+    given = [arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args]
+    started, result = make(*given, **kwargs, target=machine(given[0]))
+    started.start(op.name)
+    return result
+
+
+def _refused(make: Make, refuse: Refusal, *args: Any, **kwargs: Any) -> str | None:
+    """What the kernel's own rule refuses, and what no tile is planned for, or this machine lacks."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    rows = [arg for arg in args if isinstance(arg, Rows)]
+    if symbolic((*(size for x in tensors for size in x.shape), *(each.max_query for each in rows))):
+        return "plans tiles by sizes, and one is a symbol here"
+    wrong = next((x.dtype for x in tensors if x.dtype not in TAKEN), None)
+    if wrong is not None:
+        return f"takes float32, bfloat16 and float16; one of this call's is {str(wrong).removeprefix('torch.')}"
+    if tensors[0].device.type == "npu" and MODE.get().dry is None and importlib.util.find_spec("triton") is None:
+        return f"needs Triton, which is not installed here; {launch.INSTALL}"
+    return empty(x=tensors[0]) or refuse(*args, **kwargs) or _unplanned(make, args, kwargs)
+
+
+def _unplanned(make: Make, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    shapes = [arg.to("meta") if isinstance(arg, Tensor) else arg for arg in args]
+    try:
+        make(*shapes, **kwargs, target=machine(args[0]))
+    except LoweringError as error:
+        return str(error)
+    return None
+
+
+# Evidence
+
+
+@functools.cache
+def record() -> dict[str, dict[str, dict[str, Any]]]:
+    """By target and name in the catalogue: the chip compiled for, the tile, and the part of the buffer in use."""
+    return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+
+
+def recorded(op: str, target: str) -> list[dict[str, Any]]:
+    """What is on record of an op's kernel for a target: a row for each size in the catalogue."""
+    return [row for name, row in record().get(target, {}).items() if name.partition(",")[0] == op]
+
+
+def said(op: str, target: Target) -> str:
+    """What the compiler made of an op's kernel for a target, and its part of the unified buffer, for reports."""
+    rows = recorded(op, target.name)
+    most = max(row["used"] for row in rows)
+    return f"compiled for {rows[0]['chip']}, UB at most {most:.0%}"
+
+
+def _available(op: str, target: Target, wanted: str) -> str | None:
+    """No documentation names a kernel of ours: who wants that gets none."""
+    if wanted == EVIDENCE[0]:
+        return f"is our own, compiled for {target.name}; evidence={wanted!r} asks for what documentation names"
+    return None
+
+
+# Refusals: what the sources in `sources/` do not compute
+
+
+def _power_of_two(**sizes: int) -> str | None:
+    odd = next((f"{name} is {size}" for name, size in sizes.items() if size & (size - 1)), None)
+    return odd and f"takes powers of two; {odd}"
+
+
+def _refuse_rule(q, k, v, decay, beta, state, rows, *, keep_steps) -> str | None:
+    if state is None:
+        return "continues a state; this call has none"
+    if v.shape[1] % k.shape[1]:
+        return f"takes v_heads in multiples of k_heads; this call has {v.shape[1]} and {k.shape[1]}"
+    return above(MOST_STEPS, **{"tokens a row": rows.max_query}) or _power_of_two(k_dim=k.shape[2])
+
+
+def _refuse_conv(x, weight, window, rows, *, keep_steps, dilation=1) -> str | None:
+    if window is None:
+        return "continues a window; this call has none"
+    return above(MOST_STEPS, **{"tokens a row": rows.max_query})
+
+
+def _takes(*args: Any, **kwargs: Any) -> str | None:
+    return None
+
+
+def _refuse_channels(f, b, a_log, dt_bias, *, lower_bound=None) -> str | None:
+    return _power_of_two(k_dim=f.shape[2])
+
+
+ours(gated_delta_rule, delta.gated_delta_rule, _refuse_rule)
+ours(delta_gates, delta.delta_gates, _takes)
+ours(channel_gates, delta.channel_gates, _refuse_channels)
+ours(short_conv, conv.short_conv, _refuse_conv)
+ours(gated_rms_norm, partial(norm.gated_rms_norm, rounded=True), _takes)
+ours(gated_rms_norm_fp32, partial(norm.gated_rms_norm, rounded=False), _takes)

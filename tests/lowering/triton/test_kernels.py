@@ -1,0 +1,168 @@
+"""Our Triton kernels in the registry: where they are offered, what they refuse, how reports and captures see them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import funcmodels as fm
+import lowering
+from lowering import LoweringError, Rows, ops
+from lowering.cases import CASES
+from lowering.op import OPS, find
+from lowering.target import ASCEND, TARGETS
+from lowering.triton import catalogue, kernels, launch
+from tests.lowering.triton.interpreter import runner
+from tests.oracle.states import ROUNDING
+from tests.tolerances import assert_close
+
+OURS = {op.name: kernel for op in OPS.values() for kernel in op.kernels.values() if kernel.name.startswith("triton_")}
+
+
+def step(**changed: Any) -> dict[str, Any]:
+    """Arguments of a decoding step of two rows, four heads on two of keys, dims of 8."""
+    given = {"q": torch.randn(2, 2, 8), "v": torch.randn(2, 4, 8), "decay": -torch.rand(2, 4), "beta": torch.rand(2, 4)}
+    rows = Rows(torch.tensor([0, 1, 2], dtype=torch.int32), max_query=1, uniform=True)
+    return {**given, "k": given["q"], "state": torch.randn(3, 4, 8, 8), "rows": rows, "keep_steps": False, **changed}
+
+
+def refusal(op: str, target: str = "ascend910b", **given: Any) -> str:
+    """What the kernel of ours says of a call, with nothing else to choose before it."""
+    with lowering.use(target=target, **{op: f"triton_{op}"}), pytest.raises(LoweringError) as raised:
+        find(op)(**given)
+    return str(raised.value)
+
+
+def test_each_is_offered_where_the_compiler_took_it() -> None:
+    """After fused operators and before portable kernels, on every Ascend target, and nowhere else."""
+    assert {*OURS} == {
+        "gated_delta_rule",
+        "delta_gates",
+        "channel_gates",
+        "short_conv",
+        "gated_rms_norm",
+        "gated_rms_norm_fp32",
+    }
+    for name, kernel in OURS.items():
+        assert kernel.targets == ASCEND and not kernel.differentiable and not kernel.batches
+        tried = list(find(name).kernels.values())
+        at = tried.index(kernel)
+        assert all(other.operators for other in tried[:at]) and all(other.portable for other in tried[at:])
+
+
+@pytest.mark.parametrize("target", ASCEND)
+def test_the_record_is_what_the_compiler_says_today(target: str) -> None:
+    """One kernel of each op, and every name of the catalogue; `compile-kernels --record` writes it anew."""
+    machine = TARGETS[target]
+    made = catalogue.launches(machine)
+    assert kernels.record()[target].keys() == made.keys()
+    for name in [next(name for name in made if name.partition(",")[0] == op) for op in OURS]:
+        shown = catalogue.show(machine, name, made[name])
+        row = {"chip": shown.outcome.chip, "tile": shown.launch.constants["TILE"]}
+        assert shown.good and kernels.record()[target][name] == row | {"used": round(shown.outcome.used, 4)}
+
+
+def test_reports_say_what_speaks_for_them() -> None:
+    """And who asks for what documentation names gets plain Torch, with the reason."""
+    call = step()
+    args = [call[name] for name in ("q", "k", "v", "decay", "beta", "state", "rows")]
+    with lowering.use(target="ascend950"):
+        report = lowering.explain(ops.gated_delta_rule, *args, keep_steps=False, target="ascend950")
+    assert report.rows[0].kernel == "triton_gated_delta_rule" and report.rows[0].evidence == "compiled"
+    assert report.rows[0].remark == "compiled for Ascend950PR_9589, UB at most 78%"
+    with lowering.use(target="ascend950", evidence="documented"):
+        choice = ops.gated_delta_rule.explain(*args, keep_steps=False)
+    assert choice.kernel.portable and not choice.kernel.name.startswith("triton")
+    assert "asks for what documentation names" in choice.refused["triton_gated_delta_rule"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"state": None}, "continues a state; this call has none"),
+        ({"v": torch.randn(2, 3, 8)}, "v_heads in multiples of k_heads; this call has 3 and 2"),
+        ({"state": torch.randn(3, 4, 8, 8, dtype=torch.float64)}, "one of this call's is float64"),
+        ({"q": torch.randn(2, 2, 6), "k": torch.randn(2, 2, 6)}, "takes powers of two; k_dim is 6"),
+        (
+            {"rows": Rows(torch.tensor([0, 17, 17], dtype=torch.int32), max_query=17, uniform=False)},
+            "at most 16 tokens",
+        ),
+        ({"q": torch.randn(0, 2, 8)}, "takes no empty tensor"),
+    ],
+)
+def test_refusals_of_the_delta_rule(changed: dict[str, Any], message: str) -> None:
+    assert message in refusal("gated_delta_rule", **step(**changed))
+
+
+def test_other_refusals() -> None:
+    """A tile that no unified buffer holds, a window that is not there, gradients, symbols, other machines."""
+    wide = torch.empty(2, 2**17, device="meta")
+    norm = {"x": wide, "gate": wide, "weight": wide[0], "eps": 1e-6, "activation": "silu"}
+    assert "a row of 131072 cells does not fit the 196608 bytes of ascend910b" in refusal("gated_rms_norm", **norm)
+    rows = Rows(torch.tensor([0, 2], dtype=torch.int32), max_query=2, uniform=True)
+    conv = {"x": torch.randn(2, 8), "weight": torch.randn(8, 4), "window": None, "rows": rows, "keep_steps": False}
+    assert "continues a window; this call has none" in refusal("short_conv", **conv)
+    assert "has no derivative" in refusal(
+        "delta_gates",
+        a=torch.randn(2, 4, requires_grad=True),
+        b=torch.randn(2, 4),
+        a_log=torch.randn(4),
+        dt_bias=torch.randn(4),
+    )
+    assert "needs ascend910b, ascend910_93 or ascend950" in refusal(
+        "delta_gates", "cpu", a=torch.randn(2, 4), b=torch.randn(2, 4), a_log=torch.randn(4), dt_bias=torch.randn(4)
+    )
+
+
+def test_on_the_cpu_the_body_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the references of Ascend's operators are loaded; else an error says what to do."""
+    args, kwargs = next(case for case in CASES if case.op == "delta_gates").arguments()
+    monkeypatch.setattr(kernels, "loaded", lambda operators: False)
+    with lowering.use(target="ascend910b"), pytest.raises(LoweringError, match="these tensors are on the CPU"):
+        ops.delta_gates(*args, **kwargs)
+    monkeypatch.setattr(kernels, "loaded", lambda operators: True)
+    with lowering.use(target="ascend910b"):
+        found = ops.delta_gates(*args, **kwargs)
+    assert all(map(torch.equal, found, ops.delta_gates.body(*args, **kwargs)))
+
+
+def test_a_launch_without_triton_says_what_is_missing() -> None:
+    with pytest.raises(LoweringError, match=r"needs Triton, and there is none here .*; install triton-ascend"):
+        launch._kernel("norm", "gated_rms_norm")
+
+
+def test_a_captured_step_starts_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the whole bundled model: eager and captured steps agree to the last bit, and with the references."""
+    called: list[str] = []
+    monkeypatch.setattr(launch, "RUNNER", lambda file, name, *rest: (called.append(name), runner(file, name, *rest)))
+    model, params = fm.load("bundled", dtype=torch.float32)
+    names = ("gated_delta_rule", "delta_gates", "short_conv")
+    asked = {name: f"triton_{name}" for name in names}
+    state = model.init_state(rows=2, max_len=16, dtype=torch.float32, recurrent_dtype=torch.float32)
+    _, state = model.forward(params, state, fm.Batch.from_lists([[5, 6, 7], [8]], state))
+    batch = fm.Batch.from_lists([[9], [10]], state)
+    expected, _ = model.forward(params, state, batch)
+    step = lowering.jit(lambda p, s, b: _on_ascend(asked, model.forward, p, s, b), backend="fx")
+    found, _ = _on_ascend(asked, model.forward, params, state, batch)
+    assert {"recurrent", "delta_gates", "short_conv"} <= {*called}
+    assert_close(found.logits, expected.logits, looser=5, reason=ROUNDING)
+    seen = len(called)
+    captured, _ = step(params, state, batch)
+    again, _ = step(params, state, batch)
+    assert torch.equal(captured.logits, found.logits) and torch.equal(again.logits, found.logits)
+    assert len(called) > seen and step.captures == 1
+
+
+def _on_ascend(asked: dict[str, str], function: Any, *args: Any) -> Any:
+    """A call whose delta nets are those of Ascend, and whose other ops are the machine's own."""
+    rest = {name: "torch" for name, op in OPS.items() if name not in asked and len(op.serving("ascend910b")) > 1}
+    with lowering.use(target="ascend910b", **rest, **asked):
+        return function(*args)
+
+
+def test_the_record_is_text_that_a_person_reads() -> None:
+    rows = json.loads(kernels.RECORD.read_text(encoding="utf-8"))
+    assert {*rows} == {*ASCEND} and all(0 < row["used"] <= 1 for named in rows.values() for row in named.values())
