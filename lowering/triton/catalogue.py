@@ -27,6 +27,8 @@ from .launch import Launch
 ROWS, STEPS = 8, 4
 """A batch that verifies three drafted tokens a row."""
 TOKENS = ROWS * STEPS
+PROMPT = 2048
+"""Tokens of one long row."""
 Maker = Callable[..., Tensor]
 
 
@@ -95,6 +97,11 @@ def _convs(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
         x, weight, window = narrow(TOKENS, channels), narrow(channels, 4), narrow(ROWS + 1, 3 * dilation, channels)
         kept = {"keep_steps": keep_steps, "dilation": dilation}
         yield name, short_conv.short_conv(x, weight, window, _rows(), **kept, target=target)[0]
+    x, weight, window = narrow(PROMPT, 8192), narrow(8192, 4), narrow(2, 3, 8192)
+    starts = torch.empty(2, dtype=torch.int32, device="meta")
+    prompt = Rows(starts, max_query=PROMPT, uniform=True)
+    launch = short_conv.short_conv(x, weight, window, prompt, keep_steps=False, target=target)[0]
+    yield "short_conv, 8192 channels, a prompt", launch
 
 
 @dataclass(frozen=True)

@@ -160,9 +160,7 @@ def _refuse_rule(q, k, v, decay, beta, state, rows, *, keep_steps) -> str | None
 
 
 def _refuse_conv(x, weight, window, rows, *, keep_steps, dilation=1) -> str | None:
-    if window is None:
-        return "continues a window; this call has none"
-    return above(MOST_STEPS, **{"tokens a row": rows.max_query})
+    return "continues a window; this call has none" if window is None else None
 
 
 def _takes(*args: Any, **kwargs: Any) -> str | None:

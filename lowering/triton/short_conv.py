@@ -13,12 +13,14 @@ from .launch import Launch
 from .tiles import Footprint, planned
 
 TOKEN = Footprint(copies=5.0, copies_950=5.0, streams=3)
+SPAN = 64
+"""Tokens of a row that a program goes over: rows of prompts are shared among cores."""
 
 
 def short_conv(
     x: Tensor, weight: Tensor, window: Tensor, rows: Rows, *, keep_steps: bool, dilation: int = 1, target: Target
 ) -> tuple[Launch, tuple[Tensor, Tensor, WindowTrail | None]]:
-    """The op of this name, for rows of few tokens that continue a window, and the result that the launch fills."""
+    """The op of this name, for rows that continue a window, and the result that the launch fills."""
     channels, width = weight.shape
     past = (width - 1) * dilation
     out, slot = torch.zeros_like(x), past + rows.max_query if keep_steps else past
@@ -34,9 +36,10 @@ def short_conv(
         "rows": rows.count,
         "channels": channels,
         "slot": slot,
+        "spans": -(-rows.max_query // SPAN),
     }
-    constants = {"WIDTH": width, "DILATION": dilation, "TILE": tile, "STEPS": keep_steps}
-    jobs = rows.count * -(-channels // tile)
+    constants = {"WIDTH": width, "DILATION": dilation, "TILE": tile, "SPAN": SPAN, "STEPS": keep_steps}
+    jobs = rows.count * arguments["spans"] * -(-channels // tile)
     pools, fills = ("x", "window", "out", "after"), ("out", "after")
     launch = Launch("short_conv", "short_conv", arguments, constants, jobs, pools, fills)
     return launch, (out, window, WindowTrail(after)) if keep_steps else (out, after, None)

@@ -1,4 +1,4 @@
-"""The short convolution for few tokens a row, and standing after some of them."""
+"""The short convolution, and standing after some of a row's tokens."""
 
 import triton
 import triton.language as tl
@@ -15,13 +15,16 @@ def short_conv(
     rows,
     channels,
     slot,
+    spans,
     WIDTH: tl.constexpr,
     DILATION: tl.constexpr,
     TILE: tl.constexpr,
+    SPAN: tl.constexpr,
     STEPS: tl.constexpr,
 ):
     """`short_conv` token by token, TILE channels at a time; taps [WIDTH channels], so that each is read as it lies.
 
+    A row's tokens are `spans` jobs of SPAN each, of which the first makes the row's window too.
     x and out [tokens channels], window [slots past channels], past = (WIDTH - 1) * DILATION. `after` [slots slot
     channels] gets the window after each row's last token, or with STEPS the old one followed by the row's new tokens
     (a trail). What lies past a row's tokens there, padding tokens and the scratch slot are not written.
@@ -29,8 +32,9 @@ def short_conv(
     past: tl.constexpr = (WIDTH - 1) * DILATION
     stride = channels.to(tl.int64)
     tiles = tl.cdiv(channels, TILE)
-    for job in range(tl.program_id(0), rows * tiles, tl.num_programs(0)):
-        row = (job // tiles).to(tl.int64)
+    for job in range(tl.program_id(0), rows * spans * tiles, tl.num_programs(0)):
+        row = (job // (spans * tiles)).to(tl.int64)
+        begin = job // tiles % spans * SPAN
         channel = job % tiles * TILE + tl.arange(0, TILE)
         live = channel < channels
         before = window + row * past * stride + channel
@@ -38,7 +42,7 @@ def short_conv(
         first = tl.load(query_start + row)
         last = tl.load(query_start + row + 1)
         new = x + first * stride + channel
-        for token in range(0, last - first):
+        for token in range(begin, tl.minimum(begin + SPAN, last - first)):
             total = tl.zeros((TILE,), tl.float32)
             for tap in tl.static_range(WIDTH):
                 seen = seen_at(new, before, token + (tap + 1 - WIDTH) * DILATION, past, stride, live)
@@ -50,12 +54,13 @@ def short_conv(
             if STEPS:
                 read = tl.load(new + token * stride, mask=live, other=0.0)
                 tl.store(made + (past + token) * stride, read.to(after.dtype.element_ty), mask=live)
-        for place in tl.static_range(past):
-            if STEPS:
-                kept = tl.load(before + place * stride, mask=live, other=0.0).to(x.dtype.element_ty)
-            else:
-                kept = seen_at(new, before, last - first + (place - past), past, stride, live)
-            tl.store(made + place * stride, kept.to(after.dtype.element_ty), mask=live)
+        if begin == 0:
+            for place in tl.static_range(past):
+                if STEPS:
+                    kept = tl.load(before + place * stride, mask=live, other=0.0).to(x.dtype.element_ty)
+                else:
+                    kept = seen_at(new, before, last - first + (place - past), past, stride, live)
+                tl.store(made + place * stride, kept.to(after.dtype.element_ty), mask=live)
 
 
 @triton.jit

@@ -34,7 +34,7 @@ def taken(case: Case) -> bool:
         return False
     args, _ = case.arguments()
     rows = next((arg for arg in args if isinstance(arg, Rows)), None)
-    most = 4 if "128" in case.name else 5
+    most = 4 if "128" in case.name else 300 if case.op == "short_conv" else 5
     return rows is None or (args[BEFORE[case.op]] is not None and (rows.max_query <= most or "ragged_10" in case.name))
 
 
