@@ -19,7 +19,7 @@ from lowering.detect import device_named
 from lowering.jit.tape import beforehand
 from lowering.ops.delta import kept_in
 from params.errors import ConfigError
-from params.guarded import check_plain
+from params.guarded import check_plain, place
 from params.modes import lasting
 from params.sharding import Ranks
 from params.spec import widened
@@ -31,11 +31,9 @@ from .models import FAMILIES
 from .output import LogitsOf, Output, check_logits, mark_lengths
 from .state import state as states
 from .state.batch import Batch, check_ids
-from .state.pages import PagePool
+from .state.pages import MOST_PAGES, PagePool
 from .state.state import State
 
-MOST_PAGES = 2**24
-"""Of 128 tokens each they hold two thousand million, more than fits anywhere; a list of them still does."""
 S = TypeVar("S", State, None)
 """A forward of a state gives a state, a forward of none gives none."""
 
@@ -101,7 +99,10 @@ class Model:
         return x if self.ranks is None else ops.from_first(x, group=self.ranks.group)
 
     def init_params(self, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
-        """Random parameters, the same for the same seed whatever else the tree holds, and for any number of ranks."""
+        """Random parameters, the same for the same seed whatever else the tree holds, and for any number of ranks.
+
+        `TypeError` for a seed that is no integer, `CheckpointError` for a dtype that parameters cannot have.
+        """
         whole = self.whole_spec(dtype)
         made = checkpoints.init(whole, seed, dtype, device_named(device))
         return made if self.ranks is None else checkpoints.shard(made, whole, self.ranks)
@@ -235,7 +236,7 @@ def build(config: Mapping[str, Any] | str | Path) -> Model:
     if not isinstance(config, Mapping):
         if not isinstance(config, (str, os.PathLike)):
             raise TypeError(f"build: expected a config dictionary, or where one lies, found {config!r:.100}")
-        path = Path(config)
+        path = place("the path of a config", config)
         config = checkpoints.read_config(path.parent if path.name == "config.json" else path)
     config = dict(config)
     check_plain(config, "config", ConfigError)

@@ -66,6 +66,9 @@ def tree(cls: type[T]) -> type[T]:
 
     A class with fields may be given more of them by a subclass only if it says `by_kind`: whoever reads one of these
     asks which it is. Anyone else would take the subclass and not read what it adds, so that is a `TypeError`.
+
+    A class whose off-tree fields belong to certain leaves has a method `mapped`: of a node that mapping or `put` made,
+    with fields carried along, it gives the one to use.
     """
     cls.__eq__ = equal
     cls.__hash__ = None  # type: ignore[assignment]
@@ -95,7 +98,7 @@ def tree(cls: type[T]) -> type[T]:
         carried = rider[0].values if rider else ()
         absent = dict.fromkeys(children)
         given = zip((*present, *facts, *riders), (*leaves, *values, *carried), strict=True)
-        return unchecked(cls, **absent | dict(given))
+        return _mapped(unchecked(cls, **absent | dict(given)))
 
     def dumped(context: Any) -> Any:
         """The context as JSON, for `torch.export.save`."""
@@ -192,6 +195,12 @@ def unchecked(cls: type[T], **fields: Any) -> T:
     return node
 
 
+def _mapped(node: T) -> T:
+    """A node that was made of another's parts, as its class has it."""
+    mapped = getattr(type(node), "mapped", None)
+    return node if mapped is None else mapped(node)
+
+
 def tree_map(function: Callable[..., Any], first: T, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> T:
     """Apply `function` to corresponding leaves of trees with one structure."""
     return pytree.tree_map(function, first, *rest, is_leaf=is_leaf)
@@ -266,7 +275,7 @@ def _put(value: Any, words: list[str], new: Any, path: str) -> Any:
     fields = {name: getattr(value, name) for name in _fields(value)}
     if word not in fields:
         raise KeyError(_absent(value, word, path))
-    return unchecked(type(value), **(fields | {word: inner}))
+    return _mapped(unchecked(type(value), **(fields | {word: inner})))
 
 
 def to(value: T, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> T:

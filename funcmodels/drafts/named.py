@@ -11,6 +11,7 @@ import torch
 import params as checkpoints
 from lowering.detect import device_named
 from params.errors import ConfigError, cut
+from params.guarded import place
 from params.modes import lasting
 from params.names.block_drafts import NAMES
 
@@ -68,7 +69,7 @@ def directory_of_draft(kind: str | Path) -> Path:
     """The directory of a block draft. `ValueError` for a word that is no draft's name, directory or hub id."""
     if kind == "dspark":
         return BUNDLED / "dspark"
-    if not os.path.isdir(Path(kind)) and "/" not in str(kind):
+    if not os.path.isdir(place("the name of a checkpoint", kind)) and "/" not in str(kind):
         shown = cut(repr(str(kind)))
         raise ValueError(f"draft: {shown} is not a known draft; give 'mtp', 'dspark' or the directory of one")
     return checkpoints.resolve(kind)

@@ -97,6 +97,8 @@ class Event:
 def token_ids(name: str, given: Any) -> tuple[int, ...]:
     """Token ids as integers. `TypeError` for anything that would have to be rounded or read as text."""
     try:
+        if any(one is True or one is False for one in given):
+            raise TypeError
         return tuple(map(operator.index, given))
     except TypeError:
         raise TypeError(f"{name} must be a list of integer token ids, found {given!r:.100}") from None

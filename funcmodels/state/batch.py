@@ -71,9 +71,11 @@ class Batch(Ragged):
         """A batch of one list of token ids a row; an empty list leaves its row idle.
 
         With a state, ids are checked against its vocabulary, rows and room against the state, and tensors are put on
-        its device. Raises `ValueError` for ids or room, `StateError` for rows.
+        its device. Raises `TypeError` for what are no token ids, `ValueError` for ids or room, `StateError` for rows.
         """
         vocab = state.vocab if state is not None and vocab is None else vocab
+        if not isinstance(lists, Iterable):
+            raise TypeError(f"from_lists: expected a list of token ids a row, found {lists!r:.100}")
         for row, ids in enumerate(lists):
             _check_ids(row, ids, vocab)
         flat = torch.tensor([operator.index(token) for ids in lists for token in ids], dtype=torch.int64, device="cpu")
@@ -264,6 +266,8 @@ def _check_ids(row: int, ids: Sequence[int], vocab: int | None) -> None:
     most = 2**63 if vocab is None else vocab
     for at, token in enumerate(ids):
         try:
+            if token is True or token is False:
+                raise TypeError
             inside = 0 <= operator.index(token) < most
         except TypeError:
             fix = "model.tokenizer.encode(text) makes them of text"

@@ -24,6 +24,7 @@ from .state import (
     check_rows,
     check_usable,
     page_table,
+    places,
 )
 
 Copies = list[tuple[int, int]]
@@ -264,13 +265,14 @@ def _take_rows(
         return torch.where(live[:-1], x[index[:-1]], 0)
 
     log = state.log if state.log is None else replace(state.log, tip=pick_row(state.log.tip))
+    ledger = state.ledger.take(rows, leases, lengths, least)
     return replace(
         state,
         lengths=pick_row(state.lengths),
         page_table=page_table(leases, state.page_table.shape[1], device),
         layers=tuple(pick(entry) for entry in state.layers),
         log=log,
-        ledger=state.ledger.take(rows, leases, lengths, least),
+        ledger=replace(ledger, pools=places(state.layers)),
     )
 
 

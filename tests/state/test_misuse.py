@@ -429,6 +429,8 @@ def test_states_that_fit_nowhere(given: dict[str, Any], message: str, one: Pair)
         ([[1], [2.0]], "row 1, token 0: 2.0 is no token id"),
         ([[None]], "row 0, token 0: None is no token id"),
         ([5], "row 0: expected a list of token ids, found 5"),
+        (5, "expected a list of token ids a row, found 5"),
+        ([[1, True]], "row 0, token 1: True is no token id"),
     ],
 )
 def test_lists_of_what_are_no_tokens(lists: Any, message: str, state: fm.State) -> None:
