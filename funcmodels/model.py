@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ from .output import LogitsOf, Output, check_logits, mark_lengths
 from .state import state as states
 from .state.batch import Batch, check_ids
 from .state.pages import MOST_PAGES, PagePool
-from .state.state import State
+from .state.state import Entry, State
 
 S = TypeVar("S", State, None)
 """A forward of a state gives a state, a forward of none gives none."""
@@ -130,6 +130,20 @@ class Model:
         `layout` is that of pages of latents, "nd" for plain and "nz" for Ascend's tiled ones; by default it follows the
         target in force.
         """
+        chosen = {} if layout is None else {"layout": self._known_layout(layout)}
+        entries = partial(self.family.init_entries, self.local, **chosen)
+        kinds = (dtype, recurrent_dtype)
+        return self.empty_state(entries, rows, max_len, *kinds, device, page_size, pages, checked)
+
+    def empty_state(
+        self, entries: Callable[..., tuple[Entry, ...]], rows: int, max_len: int, dtype: torch.dtype | None = None,
+        recurrent_dtype: torch.dtype | None = None, device: torch.device | str | None = None, page_size: int = 128,
+        pages: int | None = None, checked: bool = False,
+    ) -> State:  # fmt: skip
+        """What `init_state` makes, of these `entries`: a draft's own state.
+
+        `entries(rows, pages, page_size, dtype, recurrent_dtype, device)` makes them.
+        """
         for name, value in (("rows", rows), ("max_len", max_len), ("page_size", page_size), ("pages", pages)):
             if value is not None or name != "pages":
                 at_least_one(f"init_state: {name}", value, MOST_PAGES if name == "pages" else 2**31 - 1)
@@ -147,8 +161,7 @@ class Model:
                 raise TypeError(f"init_state: dtype and recurrent_dtype must be a torch.dtype, found {kind!r}")
             if not kind.is_floating_point:
                 raise ValueError(f"init_state: a state holds floating-point values, found dtype {kind}")
-        chosen = {} if layout is None else {"layout": self._known_layout(layout)}
-        layers = self.family.init_entries(self.local, rows, pool.pages, page_size, *kinds, device, **chosen)
+        layers = entries(rows, pool.pages, page_size, *kinds, device)
         return states.empty(
             layers, rows=rows, max_len=max_len, page_size=page_size, pool=pool, vocab=self.config.vocab_size,
             device=device, checked=checked,
@@ -211,6 +224,10 @@ class Model:
                 "what came with the model from load or init_params"
             )
         layers, expected = len(params.layers), self.config.num_hidden_layers
+        if not layers:
+            raise ValueError(
+                "forward: params have no layers, as those that load_draft gives; load the model for its own"
+            )
         if layers != expected:
             raise ValueError(
                 f"forward: params have {layers} layers, this model's config {expected}; a model of fewer is "
@@ -222,6 +239,8 @@ class Model:
 def at_least_one(name: str, value: Any, most: int = 2**63 - 1) -> None:
     """`TypeError` for a `value` that is not an integer, `ValueError` for one below 1 or above `most`."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an integer, found {value!r}") from None

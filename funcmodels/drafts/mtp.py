@@ -8,6 +8,7 @@ hidden state that `extend` made; each later one from the head's own hidden state
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,6 +65,15 @@ class MtpDraft(Draft):
         """An empty state of the head for the rows of `state`, which must be empty too (`StateError` if not)."""
         check_empty(state)
         return like(state, lambda *sizes: self.head.init_entries(self.model.local, *sizes))
+
+    @lasting
+    def own_state(
+        self, rows: int, max_len: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+        page_size: int = 128,
+    ) -> State:  # fmt: skip
+        """An empty state of the head for rows of a model that is not run here; arguments as for `Model.init_state`."""
+        entries = partial(self.head.init_entries, self.model.local)
+        return self.model.empty_state(entries, rows, max_len, dtype, None, device, page_size)
 
     @captured_with(extend_inputs)
     @lasting

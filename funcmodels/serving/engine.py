@@ -98,6 +98,8 @@ class Engine:
         """
         with refusals_told(self.model.ranks, self.params):
             requests = requests_of(self.model, prompts, max_new_tokens, sampling, eos, stop, numbers)
+            if stream is not None and not callable(stream):
+                raise TypeError(f"stream must be a function that takes an Event, found {stream!r:.100}")
         results: dict[int, Result] = {}
         serving = self.serve(requests)
         with nullcontext(stream) if stream is not None else shown(len(requests), serving.state_bytes) as tell:
@@ -115,6 +117,8 @@ class Engine:
         rows take. Raises as `generate` does.
         """
         with refusals_told(self.model.ranks, self.params):
+            if not isinstance(requests, Sequence):
+                raise TypeError(f"serve: expected a list of fm.Request, found {requests!r:.100}")
             for index, request in enumerate(requests):
                 check_request(self.model, index, request)
         facts = {field.name: [getattr(request, field.name) for request in requests] for field in fields(Request)}
