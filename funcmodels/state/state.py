@@ -68,12 +68,16 @@ def places(layers: Sequence[Any]) -> tuple[int, ...]:
 
 def _holds_lengths(state: State, ledger: Ledger) -> bool:
     """Whether the ledger knows of these lengths, where they can be read without waiting for a device."""
+    if state.lengths.shape != (len(ledger.lengths),):
+        return False
     held = state.lengths.tolist() if readable(state.lengths) else ledger.lengths
     return all(least <= length <= most for least, length, most in zip(ledger.least, held, ledger.lengths, strict=True))
 
 
 def _holds_pages(state: State, ledger: Ledger) -> bool:
     """Whether the page table has the leases' pages, where it can be read without waiting for a device."""
+    if state.page_table.shape != (len(ledger.leases), -(-state.max_len // state.page_size)):
+        return False
     if not readable(state.page_table):
         return True
     held = zip(state.page_table.tolist(), ledger.leases, ledger.in_table, strict=True)
@@ -99,7 +103,8 @@ class State(Carried):
 
         One whose lengths or page table contradict its ledger can be printed and mapped on, and is refused elsewhere.
         """
-        if not isinstance(self.ledger, Ledger) or not isinstance(self.layers, tuple):
+        known = all(isinstance(part, Tensor) for part in (self.lengths, self.page_table))
+        if not known or not isinstance(self.ledger, Ledger) or not isinstance(self.layers, tuple):
             return self
         ledger = self.ledger.of_pools(places(self.layers))
         if ledger is self.ledger:

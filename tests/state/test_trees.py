@@ -196,6 +196,17 @@ def test_a_copy_of_a_released_state_is_released() -> None:
             advance(one, duplicate(fm.release(started(one))), [[1], []])
 
 
+def test_states_may_be_stacked_and_told_apart_again() -> None:
+    """What a map makes of them need not be a state."""
+    one = pair("dense", 0)
+    state = started(one)
+    two = params.tree_map(lambda *parts: torch.stack(parts), state, params.tree_map(torch.clone, state))
+    assert two.lengths.shape == (2, 2)
+    with pytest.raises(fm.StateError, match="made by a map"):
+        advance(one, two, [[1], [2]])
+    assert params.tree_map(lambda part: list(part.shape), state).lengths == [2]
+
+
 def test_a_map_that_makes_another_state_is_refused_where_it_is_used() -> None:
     one = pair("dense", 0)
     empty, state = one.model.init_state(2, 24, page_size=4), started(one)
