@@ -26,7 +26,7 @@ from ..sampling.draws import DraftNoise
 from ..state.batch import Batch
 from ..state.ledger import Ledger
 from ..state.state import State, check_usable, commit, like, rewound
-from .checks import check_carry, check_empty, check_noise, check_output
+from .checks import check_carry, check_empty, check_hidden, check_noise, check_output
 from .protocol import Carry, Draft, Proposal, extend_inputs, kept_tokens, propose_inputs
 
 
@@ -57,7 +57,9 @@ class MtpDraft(Draft):
         """The head alone: `batch` holds the token after each place, `hidden` is what the model made at the place.
 
         The logits at a place are those of the token two places on. `state=None` computes the batch alone, for training.
+        Raises as `Model.forward` does, `ValueError` for hidden states of another shape or dtype than this head reads.
         """
+        check_hidden(params, batch, hidden)
         return self.head.forward(self.model.local, params, state, batch, hidden, logits=logits, keep_steps=keep_steps)
 
     @lasting

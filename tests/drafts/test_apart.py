@@ -101,6 +101,25 @@ def test_a_head_learns_alone(tmp_path: Path) -> None:
         torch.testing.assert_close(value, params.at(right.mtp, path))
 
 
+@pytest.mark.plain
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((5, 9), torch.float32), ((4, 12), torch.float32), ((5, 12), torch.float64), ((5,), torch.float32)],
+)
+def test_hidden_states_that_the_head_does_not_read(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    alone, own = fm.load_draft(written("qwen3_5"), dtype=torch.float32)
+    width = alone.model.config.hidden_size
+    assert width == 12
+    message = f"draft: hidden states are {list(shape)} of {dtype}, this head reads [5, {width}] (tokens of the batch"
+    batch, hidden = fm.Batch.from_lists(IDS), torch.zeros(shape, dtype=dtype)
+    with refuses(ValueError, message):
+        alone.forward(own, None, batch, hidden)
+    if shape[0] == 5:
+        with refuses(ValueError, message):
+            state = alone.own_state(2, 24)
+            alone.extend(own, state, fm.Output.of(hidden), batch, fm.next_tokens(batch, torch.tensor(LAST)))
+
+
 def test_checkpoints_without_a_draft(tmp_path: Path) -> None:
     with refuses(ValueError, "have no mtp head"):
         fm.load_draft(written("gemma3"))
