@@ -110,7 +110,7 @@ def test_hidden_states_that_the_head_does_not_read(shape: tuple[int, ...], dtype
     alone, own = fm.load_draft(written("qwen3_5"), dtype=torch.float32)
     width = alone.model.config.hidden_size
     assert width == 12
-    message = f"draft: hidden states are {list(shape)} of {dtype}, this head reads [5, {width}] (tokens of the batch"
+    message = f"draft: hidden states are {list(shape)} of {dtype}, this head reads [5, {width}] of torch.float32"
     batch, hidden = fm.Batch.from_lists(IDS), torch.zeros(shape, dtype=dtype)
     with refuses(ValueError, message):
         alone.forward(own, None, batch, hidden)
