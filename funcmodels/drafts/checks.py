@@ -40,8 +40,8 @@ def check_hidden(params: Any, batch: Batch, hidden: Tensor) -> None:
     shape, dtype = (batch.tokens.shape[0], params.mtp.hidden_norm.weight.shape[-1]), params.embed.weight.dtype
     if hidden.shape != shape or hidden.dtype != dtype:
         raise ValueError(
-            f"draft: hidden states are {list(hidden.shape)} of {hidden.dtype}, this head reads {list(shape)} of {dtype}, "
-            "tokens of the batch and values; give what the model's forward has in out.hidden"
+            f"draft: hidden states are {list(hidden.shape)} of {hidden.dtype}, this head reads {list(shape)} of {dtype}"
+            " (tokens of the batch, values); give what the model's forward has in out.hidden"
         )
 
 
