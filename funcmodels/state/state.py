@@ -84,6 +84,13 @@ def _holds_pages(state: State, ledger: Ledger) -> bool:
     return all(tuple(row[:count]) == lease.pages[:count] for row, lease, count in held)
 
 
+def _is_moved(state: State) -> bool:
+    """Whether the first pool is none of the ledger's, as far as both are known."""
+    first = next((entry for entry in state.layers if isinstance(entry, Appended)), None)
+    found = places(() if first is None else [first])
+    return bool(found) and bool(state.ledger.pools) and set(found).isdisjoint(state.ledger.pools)
+
+
 @tree
 class State(Carried):
     """Lengths, page table and one entry a layer. `pending` holds the tokens a row may still drop, or None."""
@@ -105,6 +112,8 @@ class State(Carried):
         """
         known = all(isinstance(part, Tensor) for part in (self.lengths, self.page_table))
         if not known or not isinstance(self.ledger, Ledger) or not isinstance(self.layers, tuple):
+            return self
+        if not _is_moved(self):  # as nearly always: the other pools need not be looked at
             return self
         ledger = self.ledger.of_pools(places(self.layers))
         if ledger is self.ledger:
@@ -288,9 +297,7 @@ def _check_agreed(state: State) -> None:
         bound = "holds" if ledger.exact else "holds at most"
         found = f"this state's lengths are {known(state.lengths)}, and by its ledger it {bound}"
         raise StateError(f"{found} {list(ledger.lengths)}; {_MADE}")
-    first = next((entry for entry in state.layers if isinstance(entry, Appended)), None)
-    found = places(() if first is None else [first])
-    if found and ledger.pools and set(found).isdisjoint(ledger.pools):
+    if _is_moved(state):
         raise StateError(f"this state's pools of pages are not those of its ledger; {_MADE}")
 
 
