@@ -80,6 +80,7 @@ def tree(cls: type[T]) -> type[T]:
     kinds: dict[str, list[str]] = {"leaf": [], "static": [], "off": []}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         kinds[field.metadata.get("tree", "leaf")].append(field.name)
+    mapped = getattr(cls, "mapped", None)
     children, facts, riders = (tuple(kinds[kind]) for kind in ("leaf", "static", "off"))
 
     def flatten(node: Any) -> tuple[list[Any], Any]:
@@ -98,7 +99,8 @@ def tree(cls: type[T]) -> type[T]:
         carried = rider[0].values if rider else ()
         absent = dict.fromkeys(children)
         given = zip((*present, *facts, *riders), (*leaves, *values, *carried), strict=True)
-        return _mapped(unchecked(cls, **absent | dict(given)))
+        made = unchecked(cls, **absent | dict(given))
+        return made if mapped is None else mapped(made)
 
     def dumped(context: Any) -> Any:
         """The context as JSON, for `torch.export.save`."""
@@ -195,12 +197,6 @@ def unchecked(cls: type[T], **fields: Any) -> T:
     return node
 
 
-def _mapped(node: T) -> T:
-    """A node that was made of another's parts, as its class has it."""
-    mapped = getattr(type(node), "mapped", None)
-    return node if mapped is None else mapped(node)
-
-
 def tree_map(function: Callable[..., Any], first: T, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> T:
     """Apply `function` to corresponding leaves of trees with one structure."""
     return pytree.tree_map(function, first, *rest, is_leaf=is_leaf)
@@ -275,7 +271,8 @@ def _put(value: Any, words: list[str], new: Any, path: str) -> Any:
     fields = {name: getattr(value, name) for name in _fields(value)}
     if word not in fields:
         raise KeyError(_absent(value, word, path))
-    return _mapped(unchecked(type(value), **(fields | {word: inner})))
+    made = unchecked(type(value), **(fields | {word: inner}))
+    return made.mapped() if hasattr(made, "mapped") else made
 
 
 def to(value: T, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> T:
