@@ -158,7 +158,7 @@ class Model:
         kinds = (dtype, recurrent_dtype or wide or self._recurrent_dtype(dtype, device))
         for kind in kinds:
             if not isinstance(kind, torch.dtype):
-                raise TypeError(f"init_state: dtype and recurrent_dtype must be a torch.dtype, found {kind!r}")
+                raise TypeError(f"init_state: dtype and recurrent_dtype must be a torch.dtype, found {kind!r:.100}")
             if not kind.is_floating_point:
                 raise ValueError(f"init_state: a state holds floating-point values, found dtype {kind}")
         layers = entries(rows, pool.pages, page_size, *kinds, device)
@@ -173,7 +173,7 @@ class Model:
     def _known_layout(self, layout: str) -> str:
         if layout not in self.family.layouts:
             known = ", ".join(self.family.layouts) or "none, since this model keeps no latents"
-            raise ValueError(f"init_state: layout={layout!r}; layouts of this model's pages: {known}")
+            raise ValueError(f"init_state: layout={layout!r:.100}; layouts of this model's pages: {known}")
         return layout
 
     @lasting
@@ -243,7 +243,7 @@ def at_least_one(name: str, value: Any, most: int = 2**63 - 1) -> None:
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer, found {value!r}") from None
+        raise TypeError(f"{name} must be an integer, found {value!r:.100}") from None
     if number < 1:
         raise ValueError(f"{name} must be at least 1, found {value}")
     if number > most:

@@ -243,7 +243,7 @@ def _absent(node: Any, word: str, path: str) -> str:
             if names
             else "has no parts"
         )
-    return f"no {word!r} in {path!r}: {type(node).__name__} {has}"
+    return f"no {word!r:.100} in {path!r:.100}: {type(node).__name__} {has}"
 
 
 def _fields(node: Any) -> list[str]:

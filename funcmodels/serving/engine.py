@@ -182,7 +182,8 @@ def _draft(model: Model, given: str | Path | Draft | None, params: Any) -> Draft
         directory, like = directory_of_draft(given), params.embed.weight
         return named_draft(model, directory, like.dtype, like.device)
     if isinstance(given, type) or not isinstance(given, Draft):
-        raise TypeError(f"draft must be 'mtp', 'none', a draft's directory or an instance of fm.Draft, found {given!r}")
+        known = "'mtp', 'none', a draft's directory or an instance of fm.Draft"
+        raise TypeError(f"draft must be {known}, found {given!r:.100}")
     return given
 
 

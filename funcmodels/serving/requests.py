@@ -43,9 +43,9 @@ class Request:
         token_ids("prompt", self.prompt)
         token_ids("eos", self.eos)
         if not isinstance(self.sampling, Sampling):
-            raise TypeError(f"sampling must be a Sampling, found {self.sampling!r}")
+            raise TypeError(f"sampling must be a Sampling, found {self.sampling!r:.100}")
         if isinstance(self.stop, str) or strings(self.stop) is None:
-            raise TypeError(f"stop must be a tuple of strings, found {self.stop!r}")
+            raise TypeError(f"stop must be a tuple of strings, found {self.stop!r:.100}")
         if self.number is not None:
             _check_number(self.number)
 
@@ -138,7 +138,7 @@ def requests_of(
     ends = _eos(model, eos)
     stops = (stop,) if isinstance(stop, str) else strings(stop)
     if stops is None:
-        raise TypeError(f"stop must be a string or a list of strings, found {stop!r}; leave it out for none")
+        raise TypeError(f"stop must be a string or a list of strings, found {stop!r:.100}; leave it out for none")
     keyed = _list("numbers", range(len(prompts)) if numbers is None else numbers)
     if len(keyed) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts and {len(keyed)} numbers were given; give one a prompt")
@@ -199,7 +199,9 @@ def check_request(model: Model, index: int, request: Request) -> None:
     if "" in request.stop:
         raise ValueError("a stop string is empty; leave it out")
     if request.stop and text_of(model, request) is None:
-        raise ValueError(f"stop strings {list(request.stop)} need a tokenizer, and this model has none; use eos ids")
+        raise ValueError(
+            f"stop strings {str(list(request.stop)):.100} need a tokenizer, and this model has none; use eos ids"
+        )
 
 
 def text_of(model: Model, request: Request) -> TextStream | None:

@@ -92,7 +92,7 @@ class Batch(Ragged):
     ) -> Batch:
         """A batch of tokens that are already a tensor, with each row's count known on the host. Ids are not read."""
         if sum(counts) != tokens.shape[0] or min(counts, default=0) < 0:
-            raise ValueError(f"counts {list(counts)} add up to {sum(counts)}, there are {tokens.shape[0]} tokens")
+            raise ValueError(f"counts {_shown(counts)} add up to {sum(counts)}, there are {tokens.shape[0]} tokens")
         if state is not None:
             beforehand(Ledger.check_room, state.ledger, tuple(counts), state.max_len)
             device = state.lengths.device if device is None else device
@@ -187,7 +187,8 @@ def check_layout(batch: Batch) -> None:
             "images, or leave them out"
         )
     if not isinstance(batch.max_query, int) or batch.max_query < 1:
-        raise ValueError(f"the batch's max_query must be an integer of at least 1, found {batch.max_query!r}; {_MAKE}")
+        found = f"found {batch.max_query!r:.100}"
+        raise ValueError(f"the batch's max_query must be an integer of at least 1, {found}; {_MAKE}")
     if tokens == 0:
         raise ValueError("the batch has no tokens: every row idles; skip the call, or pad the batch")
     if batch.rows < 1:
