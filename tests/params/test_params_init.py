@@ -105,6 +105,7 @@ def test_seeds_that_are_no_integers(seed: Any) -> None:
         params.init({"x": TensorSpec((2,), "normal")}, seed)
 
 
+@pytest.mark.plain
 def test_a_seed_is_its_number() -> None:
     """Of whichever type and size."""
     kinds: Any = (torch.tensor(3), numpy.int8(3), 3)

@@ -333,6 +333,7 @@ def test_what_are_no_requests(requests: Any, loaded: tuple[fm.Model, Any]) -> No
         fm.serve(loaded[0], None, requests)
 
 
+@pytest.mark.plain
 def test_prompts_may_come_from_an_iterator(loaded: tuple[fm.Model, Any]) -> None:
     given: Any = iter([[1], [2]])
     assert tokens(fm.generate(*loaded, given, 3)) == tokens(fm.generate(*loaded, [[1], [2]], 3))
