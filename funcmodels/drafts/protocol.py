@@ -234,7 +234,15 @@ def _starts(batch: Batch, device: torch.device) -> Int[Tensor, " ends"]:
 
 
 def next_tokens(batch: Batch, last: Int[Tensor, " rows"]) -> Int[Tensor, " tokens"]:
-    """The token after each place of a batch of prompts: the next one of the batch, and `last[r]` at row r's end."""
+    """The token after each place of a batch of prompts: the next one of the batch, and `last[r]` at row r's end.
+
+    `ValueError` unless `last` has an integer for each row.
+    """
+    if last.shape != (batch.rows,) or last.is_floating_point() or last.dtype == torch.bool:
+        raise ValueError(
+            f"next_tokens: last is {last.dtype} {list(last.shape)}, the batch has {batch.rows} rows; give the token "
+            "after each row's end, an integer"
+        )
     following = torch.cat((batch.tokens[1:], batch.tokens[:1]))
     ends = batch.query_start[1:].long() - 1
     live = batch.query_start.diff() > 0

@@ -64,10 +64,12 @@ def sample(
     whose largest logit, after bias and penalties, is NaN or infinite.
 
     `numbers` are noise of your own: positive ones, which `noise` says the law of, to draw with in place of those that
-    it gives for seeds, requests and positions. The token with the least number over its weight wins. `ValueError` for
-    numbers of another shape than the logits.
+    it gives for seeds, requests and positions. The token with the least number over its weight wins.
+
+    Raises `ValueError` for settings, counters or numbers of other rows than the logits, which nothing broadcasts to.
     """
     logits, sampling = _adjusted_rows(logits, sampling, counts)
+    _check_counters(logits.shape[0], requests=requests, positions=positions)
     if numbers is not None and numbers.shape != logits.shape:
         raise ValueError(
             f"sample: numbers of {list(numbers.shape)} for logits of {list(logits.shape)}; give one for each logit"
@@ -88,18 +90,36 @@ def sample(
 def law(
     logits: Float[Tensor, "rows vocab"], sampling: RowSampling, counts: TokenCounts | None = None
 ) -> Float[Tensor, "rows vocab"]:
-    """The probabilities that `sample` draws from. A greedy row has all its mass on one token."""
+    """The probabilities that `sample` draws from; a greedy row has all its mass on one token. Raises as it does."""
     return law_logits(*_adjusted_rows(logits, sampling, counts)).softmax(-1)
 
 
 def _adjusted_rows(
     logits: Tensor, sampling: Sampling | RowSampling, counts: TokenCounts | None
 ) -> tuple[Tensor, RowSampling]:
+    if logits.ndim != 2:
+        raise ValueError(f"logits are {list(logits.shape)}; give [rows, vocab], logits[None] of a single row")
     if isinstance(sampling, Sampling):
         sampling = RowSampling.of([sampling] * logits.shape[0], logits.device)
+    if not isinstance(sampling, RowSampling):
+        raise TypeError(f"sampling must be a Sampling or a RowSampling, found {sampling!r:.100}")
+    if sampling.seed.shape[0] != logits.shape[0]:
+        raise ValueError(
+            f"settings are of {sampling.seed.shape[0]} rows, logits of {logits.shape[0]}; give one Sampling a row to "
+            "RowSampling.of"
+        )
     none = torch.zeros(logits.shape[0], 0, dtype=torch.int64, device=logits.device)
     changed, sampling = adjusted(logits[:, None], sampling, counts, none)
     return changed[:, 0], sampling
+
+
+def _check_counters(rows: int, **counters: Tensor) -> None:
+    """`ValueError` for counters of noise that are not one a row, `TypeError` for what are no integers."""
+    for name, given in counters.items():
+        if given.is_floating_point() or given.dtype == torch.bool:
+            raise TypeError(f"sample: {name} must be integers, found {given.dtype}")
+        if given.shape != (rows,):
+            raise ValueError(f"sample: {name} are {list(given.shape)}, and logits have {rows} rows; give one a row")
 
 
 def finite(logits: Float[Tensor, "rows vocab"]) -> Bool[Tensor, " rows"]:

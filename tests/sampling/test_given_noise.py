@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,6 +129,37 @@ def test_compared_drafts_are_held_against_the_numbers_draws() -> None:
     out = fm.Output(logits.flatten(0, 1), torch.zeros(ROWS * (DRAFTS + 1), 1), {})
     assert (fm.verify(out, proposal, rows, numbers=numbers).accepted == DRAFTS + 1).all()
     assert (fm.verify(out, proposal, rows, numbers=numbers.flip(1)).accepted < DRAFTS + 1).any()
+
+
+WRONG_ROWS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "one row": (lambda: drawn_of(made(VOCAB, seed=1)), ValueError, "logits are [17]; give [rows, vocab], logits[None]"),
+    "requests": (lambda: drawn_of(requests=torch.zeros(1, dtype=torch.int64)), ValueError,
+                 "sample: requests are [1], and logits have 3 rows; give one a row"),
+    "positions": (lambda: drawn_of(positions=torch.arange(4)), ValueError, "positions are [4], and logits have 3 rows"),
+    "fractions": (lambda: drawn_of(positions=torch.ones(3)), TypeError, "sample: positions must be integers, found"),
+    "settings": (lambda: drawn_of(sampling=fm.RowSampling.of([SETTINGS[0]])), ValueError,
+                 "settings are of 1 rows, logits of 3; give one Sampling a row"),
+    "no settings": (lambda: drawn_of(sampling=0.8), TypeError, "must be a Sampling or a RowSampling, found 0.8"),
+    "law": (lambda: fm.law(made(3, VOCAB, seed=1), fm.RowSampling.of([SETTINGS[0]])), ValueError, "settings are of 1"),
+    "counts": (lambda: counts().add(torch.ones(1, 2, dtype=torch.int64)), ValueError,
+               "counts are of 40 rows, tokens [1, 2]; give [rows, steps]"),
+    "prompt": (lambda: fm.TokenCounts.of([[1], [-1]], 9), IndexError, "row 1: token -1 is outside of the vocabulary"),
+    "last": (lambda: fm.next_tokens(fm.Batch.from_lists([[1, 2], [3]]), torch.tensor([1])), ValueError,
+             "next_tokens: last is torch.int64 [1], the batch has 2 rows"),
+}  # fmt: skip
+
+
+def drawn_of(logits: Tensor | None = None, **given: Any) -> Tensor:
+    places = torch.arange(3)
+    logits = made(3, VOCAB, seed=1) if logits is None else logits
+    return fm.sample(logits, **{"sampling": SETTINGS[0], "requests": places, "positions": places} | given)
+
+
+@pytest.mark.parametrize("name", WRONG_ROWS)
+def test_rows_that_do_not_fit_do_not_broadcast(name: str) -> None:
+    call, error, message = WRONG_ROWS[name]
+    with refuses(error, message):
+        call()
 
 
 def test_noise_that_does_not_fit() -> None:
