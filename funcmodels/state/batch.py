@@ -14,7 +14,7 @@ from torch import Tensor
 from lowering.detect import device_named
 from lowering.host import HostInt, readable, valueless
 from lowering.jit.tape import beforehand
-from lowering.protocols import Ragged
+from lowering.protocols import Carried, Ragged
 from params.modes import lasting
 from params.tree import off_tree, static, tree, unchecked
 
@@ -153,8 +153,14 @@ def check(batch: Batch, state: State | None = None) -> None:
     """Hold a batch that was made by hand against itself, and against the state that it is for. Reads the device.
 
     Raises `ValueError` for what contradicts itself, ids out of the state's vocabulary and rows without room,
-    `StateError` for another number of rows.
+    `StateError` for another number of rows or a state that can be used no more, `TypeError` for what is no batch.
     """
+    if not isinstance(batch, Batch):
+        raise TypeError(f"check: expected a Batch, found a {type(batch).__name__}; make one with Batch.from_lists")
+    if state is not None:
+        if not isinstance(state, Carried):
+            raise TypeError(f"check: expected a State, found a {type(state).__name__}; make one with model.init_state")
+        state.check()
     check_layout(batch)
     starts = batch.query_start.tolist()
     _check_starts(batch, starts)
