@@ -200,7 +200,7 @@ def check_request(model: Model, index: int, request: Request) -> None:
         raise ValueError("a stop string is empty; leave it out")
     if request.stop and text_of(model, request) is None:
         raise ValueError(
-            f"stop strings {str(list(request.stop)):.100} need a tokenizer, and this model has none; use eos ids"
+            f"stop strings {list(request.stop)!s:.100} need a tokenizer, and this model has none; use eos ids"
         )
 
 

@@ -115,7 +115,7 @@ def fork_into(state: State, rows: Sequence[int], source: State, row: int) -> Sta
     check_fresh(state, [kept for kept in range(state.rows) if kept not in rows])
     check_fresh(source, [row])
     if len(set(rows)) < len(rows):
-        raise ValueError(f"fork_into: rows {str(rows):.100} name a row twice")
+        raise ValueError(f"fork_into: rows {rows!s:.100} name a row twice")
     pool = state.ledger.leases[0].pool
     if pool.owned or source.ledger.leases[0].pool is not pool:
         raise ValueError(
@@ -209,7 +209,7 @@ def select(state: State, rows: Sequence[int]) -> State:
     live = [row for row in rows if row >= 0]
     if len(set(live)) < len(live):
         raise ValueError(
-            f"select: rows {str(rows):.100} name a row twice, and both would share its pages; fork(state, rows) copies"
+            f"select: rows {rows!s:.100} name a row twice, and both would share its pages; fork(state, rows) copies"
         )
     ledger = state.ledger
     lengths, least = ([known[row] if row >= 0 else 0 for row in rows] for known in (ledger.lengths, ledger.least))
