@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
+from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from params.errors import ConfigError, cut
@@ -140,7 +141,9 @@ def is_count(value: Any) -> bool:
 
 
 def _misfit(value: Any, kind: Any, most: int) -> str | None:
-    """What a value should be and is not."""
+    """What a value should be and is not; null, which leaves a field to its default, never gets here."""
+    if isinstance(kind, UnionType):
+        (kind,) = [one for one in get_args(kind) if one is not NoneType]
     if get_origin(kind) is tuple:
         (inner, *_) = get_args(kind)
         whole = isinstance(value, (list, tuple)) and not any(_misfit(item, inner, most) for item in value)

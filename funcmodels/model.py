@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from lowering.detect import device_named
 from lowering.jit.tape import beforehand
 from lowering.ops.delta import kept_in
 from params.errors import ConfigError
-from params.guarded import check_plain
+from params.guarded import check_plain, place
 from params.modes import lasting
 from params.sharding import Ranks
 from params.spec import widened
@@ -31,11 +31,9 @@ from .models import FAMILIES
 from .output import LogitsOf, Output, check_logits, mark_lengths
 from .state import state as states
 from .state.batch import Batch, check_ids
-from .state.pages import PagePool
-from .state.state import State
+from .state.pages import MOST_PAGES, PagePool
+from .state.state import Entry, State
 
-MOST_PAGES = 2**24
-"""Of 128 tokens each they hold two thousand million, more than fits anywhere; a list of them still does."""
 S = TypeVar("S", State, None)
 """A forward of a state gives a state, a forward of none gives none."""
 
@@ -101,7 +99,10 @@ class Model:
         return x if self.ranks is None else ops.from_first(x, group=self.ranks.group)
 
     def init_params(self, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
-        """Random parameters, the same for the same seed whatever else the tree holds, and for any number of ranks."""
+        """Random parameters, the same for the same seed whatever else the tree holds, and for any number of ranks.
+
+        `TypeError` for a seed that is no integer, `CheckpointError` for a dtype that parameters cannot have.
+        """
         whole = self.whole_spec(dtype)
         made = checkpoints.init(whole, seed, dtype, device_named(device))
         return made if self.ranks is None else checkpoints.shard(made, whole, self.ranks)
@@ -129,6 +130,20 @@ class Model:
         `layout` is that of pages of latents, "nd" for plain and "nz" for Ascend's tiled ones; by default it follows the
         target in force.
         """
+        chosen = {} if layout is None else {"layout": self._known_layout(layout)}
+        entries = partial(self.family.init_entries, self.local, **chosen)
+        kinds = (dtype, recurrent_dtype)
+        return self.empty_state(entries, rows, max_len, *kinds, device, page_size, pages, checked)
+
+    def empty_state(
+        self, entries: Callable[..., tuple[Entry, ...]], rows: int, max_len: int, dtype: torch.dtype | None = None,
+        recurrent_dtype: torch.dtype | None = None, device: torch.device | str | None = None, page_size: int = 128,
+        pages: int | None = None, checked: bool = False,
+    ) -> State:  # fmt: skip
+        """What `init_state` makes, of these `entries`: a draft's own state.
+
+        `entries(rows, pages, page_size, dtype, recurrent_dtype, device)` makes them.
+        """
         for name, value in (("rows", rows), ("max_len", max_len), ("page_size", page_size), ("pages", pages)):
             if value is not None or name != "pages":
                 at_least_one(f"init_state: {name}", value, MOST_PAGES if name == "pages" else 2**31 - 1)
@@ -143,11 +158,10 @@ class Model:
         kinds = (dtype, recurrent_dtype or wide or self._recurrent_dtype(dtype, device))
         for kind in kinds:
             if not isinstance(kind, torch.dtype):
-                raise TypeError(f"init_state: dtype and recurrent_dtype must be a torch.dtype, found {kind!r}")
+                raise TypeError(f"init_state: dtype and recurrent_dtype must be a torch.dtype, found {kind!r:.100}")
             if not kind.is_floating_point:
                 raise ValueError(f"init_state: a state holds floating-point values, found dtype {kind}")
-        chosen = {} if layout is None else {"layout": self._known_layout(layout)}
-        layers = self.family.init_entries(self.local, rows, pool.pages, page_size, *kinds, device, **chosen)
+        layers = entries(rows, pool.pages, page_size, *kinds, device)
         return states.empty(
             layers, rows=rows, max_len=max_len, page_size=page_size, pool=pool, vocab=self.config.vocab_size,
             device=device, checked=checked,
@@ -159,7 +173,7 @@ class Model:
     def _known_layout(self, layout: str) -> str:
         if layout not in self.family.layouts:
             known = ", ".join(self.family.layouts) or "none, since this model keeps no latents"
-            raise ValueError(f"init_state: layout={layout!r}; layouts of this model's pages: {known}")
+            raise ValueError(f"init_state: layout={layout!r:.100}; layouts of this model's pages: {known}")
         return layout
 
     @lasting
@@ -210,6 +224,10 @@ class Model:
                 "what came with the model from load or init_params"
             )
         layers, expected = len(params.layers), self.config.num_hidden_layers
+        if not layers:
+            raise ValueError(
+                "forward: params have no layers, as those that load_draft gives; load the model for its own"
+            )
         if layers != expected:
             raise ValueError(
                 f"forward: params have {layers} layers, this model's config {expected}; a model of fewer is "
@@ -221,9 +239,11 @@ class Model:
 def at_least_one(name: str, value: Any, most: int = 2**63 - 1) -> None:
     """`TypeError` for a `value` that is not an integer, `ValueError` for one below 1 or above `most`."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer, found {value!r}") from None
+        raise TypeError(f"{name} must be an integer, found {value!r:.100}") from None
     if number < 1:
         raise ValueError(f"{name} must be at least 1, found {value}")
     if number > most:
@@ -235,7 +255,7 @@ def build(config: Mapping[str, Any] | str | Path) -> Model:
     if not isinstance(config, Mapping):
         if not isinstance(config, (str, os.PathLike)):
             raise TypeError(f"build: expected a config dictionary, or where one lies, found {config!r:.100}")
-        path = Path(config)
+        path = place("the path of a config", config)
         config = checkpoints.read_config(path.parent if path.name == "config.json" else path)
     config = dict(config)
     check_plain(config, "config", ConfigError)

@@ -60,7 +60,7 @@ class Taps:
 
     def __init__(self, wanted: Sequence[str], offered: Sequence[str]) -> None:
         if isinstance(wanted, str):
-            raise ValueError(f"outputs={wanted!r}: give a list of names, [{wanted!r}]")
+            raise ValueError(f"outputs={wanted!r:.100}: give a list of names, [{wanted!r:.100}]")
         self._whole = set(offered)
         known = self._whole | {_last(name) for name in offered if not _last(name).isdigit()}
         for name in wanted:
@@ -68,7 +68,7 @@ class Taps:
                 near = ", ".join(difflib.get_close_matches(str(name), sorted(known), n=3)) or "none"
                 kinds = ", ".join(sorted({re.sub(r"\d+", "N", shown) for shown in known}))
                 raise ValueError(
-                    f"outputs={name!r}: this model offers no such value; nearest: {near}; it offers {kinds}"
+                    f"outputs={name!r:.100}: this model offers no such value; nearest: {near}; it offers {kinds}"
                 )
         self._taken: dict[str, list[Any]] = {name: [] for name in wanted}
 
@@ -97,7 +97,7 @@ def _last(name: str) -> str:
 def check_logits(logits: LogitsOf) -> None:
     """`ValueError` for what is no choice of logits: before a forward, which has written to pages when it uses it."""
     if logits not in ("all", "last", None):
-        raise ValueError(f"logits={logits!r}: give 'all', 'last' or None")
+        raise ValueError(f"logits={logits!r:.100}: give 'all', 'last' or None")
 
 
 def head_logits(

@@ -6,7 +6,7 @@ from .checkpoint.calibration import input_ranges
 from .checkpoint.loading import load
 from .checkpoint.parallel import ranks_of
 from .checkpoint.saving import save
-from .drafts.named import draft
+from .drafts.named import draft, load_draft
 from .drafts.protocol import (
     Carry,
     Draft,
@@ -19,7 +19,7 @@ from .drafts.round import Round
 from .errors import OutOfPages, StaleStateError, StateError
 from .model import Model, build
 from .output import Output
-from .sampling.draws import CoupledNoise, DraftNoise, sample
+from .sampling.draws import CoupledNoise, DraftNoise, law, noise, sample
 from .sampling.penalties import TokenCounts
 from .sampling.settings import RowSampling, Sampling
 from .serving.engine import Engine, generate, serve
@@ -33,7 +33,7 @@ __all__ = [
     "Batch", "Carry", "CheckpointError", "ConfigError", "CoupledNoise", "Draft", "DraftNoise", "Engine", "Event",
     "Model", "OutOfPages", "Output", "Proposal", "Request", "Result", "Round", "RowSampling", "Sampling",
     "StaleStateError", "State", "StateError", "TokenCounts", "Verdict", "build", "check", "commit",
-    "disable_shape_checks", "draft", "enable_shape_checks", "fork", "fork_into", "generate", "input_ranges", "load",
-    "logical", "next_tokens", "ranks_of", "read_lengths", "release", "requests_of", "sample", "save", "select", "serve",
-    "shape_checked", "verify",
+    "disable_shape_checks", "draft", "enable_shape_checks", "fork", "fork_into", "generate", "input_ranges", "law",
+    "load", "load_draft", "logical", "next_tokens", "noise", "ranks_of", "read_lengths", "release", "requests_of",
+    "sample", "save", "select", "serve", "shape_checked", "verify",
 ]  # fmt: skip

@@ -72,15 +72,16 @@ def device_named(device: torch.device | str | None) -> torch.device:
     try:
         found = torch.device("cpu" if device is None else device)
     except TypeError:
-        raise TypeError(f"device must be a name as 'cpu' or 'cuda:1', or a torch.device, found {device!r}") from None
+        shown = f"found {device!r:.100}"
+        raise TypeError(f"device must be a name as 'cpu' or 'cuda:1', or a torch.device, {shown}") from None
     except RuntimeError:
         npu = 'an Ascend NPU needs CANN and pip install "funcmodels[npu]"'
         fix = npu if str(device).startswith("npu") else "give 'cpu', 'cuda', 'cuda:1' or 'npu'"
-        raise ValueError(f"device {device!r} cannot be used here: Torch does not know it; {fix}") from None
+        raise ValueError(f"device {device!r:.100} cannot be used here: Torch does not know it; {fix}") from None
     try:
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError, ImportError) as error:
         # Of a device without kernels Torch goes on to list all that have some.
         why = str(error).splitlines()[0].split(". ")[0]
-        raise ValueError(f"device {device!r} cannot be used here: {why}") from error
+        raise ValueError(f"device {device!r:.100} cannot be used here: {why}") from error
     return found

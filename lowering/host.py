@@ -78,10 +78,15 @@ def symbolic(values: Iterable[HostInt]) -> bool:
     return any(isinstance(value, torch.SymInt) for value in values)
 
 
-def known_equal(one: HostInt, other: HostInt) -> bool:
-    """Whether two host values are equal; of symbols, whether they are for all values."""
-    if isinstance(one, int) and isinstance(other, int):
-        return one == other
+def certainly(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds; of symbols, whether it does for all that they stand for. Guards nothing."""
+    if isinstance(condition, bool):
+        return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    return statically_known_true(one == other)
+    return statically_known_true(condition)
+
+
+def known_equal(one: HostInt, other: HostInt) -> bool:
+    """Whether two host values are equal; of symbols, whether they are for all values."""
+    return certainly(one == other)

@@ -177,7 +177,7 @@ def layout_for(
         tiled = target.name in TILED and dtype.itemsize == 2 and page_size % 128 == 0 and whole
         return NzPages if tiled else NdPages
     if name not in LAYOUTS:
-        raise ValueError(f"layout {name!r} is unknown; known: {', '.join(LAYOUTS)}")
+        raise ValueError(f"layout {name!r:.100} is unknown; known: {', '.join(LAYOUTS)}")
     if name == "nz" and not whole:
         raise ValueError(f"layout 'nz' takes widths in multiples of {TILE}, found {list(widths)}; use 'nd'")
     return LAYOUTS[name]

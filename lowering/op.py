@@ -233,7 +233,7 @@ class Op:
     def kernel_named(self, name: str) -> Kernel:
         """The kernel called `name`, or `LoweringError` listing those there are."""
         if name not in self.kernels:
-            raise LoweringError(f"{self.name}: no kernel {name!r}; there are: {', '.join(self.kernels)}")
+            raise LoweringError(f"{self.name}: no kernel {name!r:.100}; there are: {', '.join(self.kernels)}")
         return self.kernels[name]
 
     def asked(self, policy: Policy) -> tuple[str, str] | None:
@@ -354,7 +354,7 @@ def find(name: str) -> Op:
     if found is None:
         near = difflib.get_close_matches(name, OPS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; known ops: {', '.join(sorted(OPS))}"
-        raise LoweringError(f"unknown op {name!r}{hint}")
+        raise LoweringError(f"unknown op {name!r:.100}{hint}")
     return found
 
 

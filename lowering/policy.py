@@ -44,7 +44,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.evidence not in EVIDENCE:
-            raise LoweringError(f"evidence must be one of {', '.join(map(repr, EVIDENCE))}, found {self.evidence!r}")
+            known = ", ".join(map(repr, EVIDENCE))
+            raise LoweringError(f"evidence must be one of {known}, found {self.evidence!r:.100}")
 
     def __hash__(self) -> int:
         return hash((tuple(sorted(self.prefer.items())), self.strict, self.evidence))
@@ -93,7 +94,7 @@ def from_environment() -> Policy:
     for item in filter(None, (part.strip() for part in text.split(","))):
         op, equals, kernel = item.partition("=")
         if not (op and equals and kernel):
-            raise LoweringError(f"{ENVIRONMENT}={text!r}: {item!r} is not of the form op=kernel")
+            raise LoweringError(f"{ENVIRONMENT}={text!r:.100}: {item!r:.100} is not of the form op=kernel")
         prefer[op.strip()] = kernel.strip()
     evidence = prefer.pop("evidence", Policy.evidence)
     return Policy(prefer, evidence=evidence)

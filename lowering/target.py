@@ -90,7 +90,7 @@ def release(version: str) -> Version:
     try:
         return Version("9999" if version == UNRELEASED else version)
     except InvalidVersion:
-        raise LoweringError(f"cann={version!r} is no version of CANN; expected one such as '9.0.0'") from None
+        raise LoweringError(f"cann={version!r:.100} is no version of CANN; expected one such as '9.0.0'") from None
 
 
 def _ascend(
@@ -143,13 +143,13 @@ def named(name: str | Target, *, torch_npu: str | None = None, cann: str | None 
         asked = str(name).lower().removeprefix("ascend").removeprefix("atlas").strip(" _-")
         near = [ALSO_CALLED[asked]] if asked in ALSO_CALLED else difflib.get_close_matches(str(name), TARGETS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise LoweringError(f"unknown target {name!r}; {hint}known targets: {', '.join(TARGETS)}")
+        raise LoweringError(f"unknown target {name!r:.100}; {hint}known targets: {', '.join(TARGETS)}")
     if target.refused is not None:
         raise LoweringError(f"target {target.name!r} is refused: {target.refused}")
     asked = {key: version for key, version in (("torch_npu", torch_npu), ("cann", cann)) if version is not None}
     if asked and target.device != "npu":
         key, version = next(iter(asked.items()))
-        raise LoweringError(f"target {target.name!r} has no {key}, found {key}={version!r}; leave it out")
+        raise LoweringError(f"target {target.name!r} has no {key}, found {key}={version!r:.100}; leave it out")
     if cann is not None:
         release(cann)
     return replace(target, **asked) if asked else target

@@ -65,7 +65,7 @@ def load(
     tables: their files must stay as they are.
     """
     if tables not in ("device", "host", "file"):
-        raise ValueError(f"tables={tables!r}: give 'device', 'host' or 'file'")
+        raise ValueError(f"tables={tables!r:.100}: give 'device', 'host' or 'file'")
     directory = resolve(path)
     stored = tensor_names(directory) if tensors is None else tensors
     spec = widened(spec, dtype or widest(stored.values()))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from params.errors import CheckpointError, ConfigError, cut
-from params.guarded import NAME, lies_at, open_file, parsed, read_object
+from params.guarded import NAME, lies_at, open_file, parsed, place, read_object
 
 CONFIG_LIMIT = 16 * 2**20
 """Bytes a config.json may have; real ones have a few kilobytes."""
@@ -65,7 +65,7 @@ def resolve(path_or_hub_id: str | Path) -> Path:
         raise TypeError(f"a checkpoint is a directory or a hub id (owner/name), found {path_or_hub_id!r:.100}")
     if not str(path_or_hub_id):
         raise CheckpointError("the name of a checkpoint is empty; give a directory or a hub id (owner/name)")
-    directory = Path(os.path.expanduser(path_or_hub_id))
+    directory = Path(os.path.expanduser(place("the name of a checkpoint", path_or_hub_id)))
     if os.path.isdir(directory):  # unlike a path's own test false for a name that no system has files of
         return directory
     if os.path.exists(directory):
@@ -99,7 +99,7 @@ def _download(hub_id: str) -> Path:
 
 def read_config(directory: str | Path) -> dict[str, Any]:
     """`config.json` of a checkpoint. `CheckpointError` when there is none, `ConfigError` when it is not an object."""
-    path = Path(directory) / "config.json"
+    path = place("the directory of a checkpoint", directory) / "config.json"
     if not lies_at(path):
         raise CheckpointError(
             f"{cut(str(directory))} has no config.json; a checkpoint is a directory with config and weights"
@@ -118,7 +118,7 @@ def tensor_names(directory: str | Path) -> dict[str, StoredTensor]:
     `CheckpointError` for a broken index or header, an index that leaves out a tensor of its files or has one that they
     lack, missing files, and without an index for names that stand in two files.
     """
-    directory = Path(directory)
+    directory = place("the directory of a checkpoint", directory)
     if not os.path.isdir(directory):
         raise CheckpointError(f"{cut(str(directory))} is no directory; give one with config and weights")
     named = _named_weights(directory)

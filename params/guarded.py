@@ -13,13 +13,31 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from params.errors import CheckpointError
+from params.errors import CheckpointError, cut
 
 VALUES, LEVELS, NAME, BITS = 2**20, 64, 512, 128
 """What JSON may have: values, levels of nesting, characters of a name, bits of an integer."""
 
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0)
 """Opening a pipe must not wait for its writer. Systems without the flag have no pipes among their files."""
+
+
+def place(what: str, given: Any) -> Path:
+    """`given` as a path. `TypeError` for what is no path, `CheckpointError` for one that no system has files of."""
+    try:
+        name = os.fspath(given)
+        if not isinstance(name, str):
+            raise TypeError
+    except TypeError:
+        raise TypeError(f"{what} must be a path, found {given!r:.100}") from None
+    if not name:
+        raise CheckpointError(f"{what} is empty; give a path, '.' for the working directory")
+    try:
+        if b"\0" in os.fsencode(name):
+            raise CheckpointError(f"{what} has a NUL character, which no file name may: {cut(repr(name))}")
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{what} has characters that no file name may: {cut(repr(name))}") from None
+    return Path(name)
 
 
 def lies_at(path: Path) -> bool:

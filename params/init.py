@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from typing import TypeVar
 
 import torch
@@ -25,8 +26,10 @@ def init(spec: T, seed: int = 0, dtype: torch.dtype = torch.float32, device: tor
     """A tree like `spec` with random values, floating point in `dtype` where the spec pins none.
 
     A leaf depends on the seed, its path and its spec only: adding a leaf changes no other, and another dtype or
-    device gives the same values rounded. Draws are made on the CPU in float32; device `meta` draws nothing.
+    device gives the same values rounded. Draws are made on the CPU in float32; device `meta` draws nothing. `TypeError`
+    for a seed that is no integer.
     """
+    number = _integer(seed)
 
     def make(path: tuple, leaf: TensorSpec | None) -> Tensor | None:
         if leaf is None:
@@ -34,9 +37,18 @@ def init(spec: T, seed: int = 0, dtype: torch.dtype = torch.float32, device: tor
         wanted = leaf.dtype or dtype
         if torch.device(device).type == "meta":
             return torch.empty(leaf.shape, dtype=wanted, device=device)
-        return _draw(leaf, _generator(seed, dotted(path))).to(device=device, dtype=wanted)
+        return _draw(leaf, _generator(number, dotted(path))).to(device=device, dtype=wanted)
 
     return pytree.tree_map_with_path(make, spec)
+
+
+def _integer(seed: int) -> int:
+    try:
+        if isinstance(seed, bool):
+            raise TypeError
+        return operator.index(seed)
+    except TypeError:
+        raise TypeError(f"seed must be an integer, found {seed!r:.100}") from None
 
 
 def _generator(seed: int, path: str) -> torch.Generator:

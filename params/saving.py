@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from params.checkpoint import to_checkpoint
 from params.errors import CheckpointError, ConfigError
 from params.files import FLOAT_STEM, NAMED, QUANTIZED_STEM, StoredTensor, listed
+from params.guarded import place
 from params.names.rules import Names
 from params.quant.description import FILE, FLOAT, written
 from params.quant.packed import SECTION, written_section
@@ -49,11 +51,14 @@ def save(
     their files to this checkpoint's, a file at a time: `funcmodels.save` brings both along.
 
     A directory with other weights is refused: only files of the very names that are written are replaced. Everything
-    is written under hidden temporary names first, then renamed: a link there is replaced, not followed. Raises
-    `CheckpointError`, before anything is written, for what is refused, for tensors without values and for `unread` ones
-    whose files are no longer the same.
+    is written under hidden temporary names first, then renamed: a link there is replaced, not followed. Raises, before
+    anything is written, `CheckpointError` for what is refused, for no path of a file, for tensors without values and
+    for `unread` ones whose files are no longer the same; `ValueError` for a limit that is no number of bytes.
     """
-    carried = Unread(Path(path), {}, {}) if unread is None else unread
+    directory = place("the directory to save to", path)
+    if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, Real) or not max_shard_bytes >= 1:
+        raise ValueError(f"max_shard_bytes must be a number of bytes, at least 1, found {max_shard_bytes!r:.100}")
+    carried = Unread(directory, {}, {}) if unread is None else unread
     carried.check()
     tensors = to_checkpoint(tree, spec, names)
     _refuse_meta(tensors)
@@ -68,7 +73,6 @@ def save(
     settings = _settings(config, dtype, tied, written_section(content) if packed else None)
     stem = QUANTIZED_STEM if described else FLOAT_STEM
     shards = _shards(content, max_shard_bytes, stem)
-    directory = Path(path)
     writers = {file: _weights(shard) for file, shard in shards.items()}
     if len(shards) > 1:
         writers[f"{stem}.safetensors.index.json"] = _text(_index(shards))

@@ -66,6 +66,9 @@ def tree(cls: type[T]) -> type[T]:
 
     A class with fields may be given more of them by a subclass only if it says `by_kind`: whoever reads one of these
     asks which it is. Anyone else would take the subclass and not read what it adds, so that is a `TypeError`.
+
+    A class whose off-tree fields belong to certain leaves has a method `mapped`: of a node that mapping or `put` made,
+    with fields carried along, it gives the one to use.
     """
     cls.__eq__ = equal
     cls.__hash__ = None  # type: ignore[assignment]
@@ -77,6 +80,7 @@ def tree(cls: type[T]) -> type[T]:
     kinds: dict[str, list[str]] = {"leaf": [], "static": [], "off": []}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         kinds[field.metadata.get("tree", "leaf")].append(field.name)
+    mapped = getattr(cls, "mapped", None)
     children, facts, riders = (tuple(kinds[kind]) for kind in ("leaf", "static", "off"))
 
     def flatten(node: Any) -> tuple[list[Any], Any]:
@@ -95,7 +99,8 @@ def tree(cls: type[T]) -> type[T]:
         carried = rider[0].values if rider else ()
         absent = dict.fromkeys(children)
         given = zip((*present, *facts, *riders), (*leaves, *values, *carried), strict=True)
-        return unchecked(cls, **absent | dict(given))
+        made = unchecked(cls, **absent | dict(given))
+        return made if mapped is None else mapped(made)
 
     def dumped(context: Any) -> Any:
         """The context as JSON, for `torch.export.save`."""
@@ -238,7 +243,7 @@ def _absent(node: Any, word: str, path: str) -> str:
             if names
             else "has no parts"
         )
-    return f"no {word!r} in {path!r}: {type(node).__name__} {has}"
+    return f"no {word!r:.100} in {path!r:.100}: {type(node).__name__} {has}"
 
 
 def _fields(node: Any) -> list[str]:
@@ -266,7 +271,8 @@ def _put(value: Any, words: list[str], new: Any, path: str) -> Any:
     fields = {name: getattr(value, name) for name in _fields(value)}
     if word not in fields:
         raise KeyError(_absent(value, word, path))
-    return unchecked(type(value), **(fields | {word: inner}))
+    made = unchecked(type(value), **(fields | {word: inner}))
+    return made.mapped() if hasattr(made, "mapped") else made
 
 
 def to(value: T, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> T:

@@ -94,11 +94,18 @@ def open_checkpoint(path_or_hub_id: str | Path) -> Checkpoint:
     model = build(config)  # says what is not known here before it says which files are missing
     tensors = checkpoints.tensor_names(directory)
     check_layers(model.config, len(tensors))
-    layers = _mtp_layers(map(model.family.names.canonical, tensors))
-    if bool(layers) != bool(getattr(model.config, "mtp_num_hidden_layers", 0)):
-        # The field is often wrong: repositories without a draft head keep it, and saving with transformers drops it.
-        model = build(_with_mtp(config, layers))
+    model = with_head_of(model, tensors)
     return Checkpoint(directory, tensors, replace(model, tokenizer=Tokenizer.of(directory, config)))
+
+
+def with_head_of(model: Model, tensors: Iterable[str]) -> Model:
+    """The model with a draft head if and only if its checkpoint's tensors have one.
+
+    The config's field is often wrong: repositories without a head keep it, and saving with transformers drops it.
+    """
+    layers = _mtp_layers(map(model.family.names.canonical, tensors))
+    said = bool(getattr(model.config, "mtp_num_hidden_layers", 0))
+    return model if bool(layers) == said else build(_with_mtp(model.config_json, layers))
 
 
 def directory_of(path_or_hub_id: str | Path) -> Path:

@@ -28,7 +28,7 @@ def ranks_of(mesh: DeviceMesh, *, whole_experts: bool = False) -> Ranks:
     `TypeError` for what is no mesh, `ConfigError` for one with several axes.
     """
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh={mesh!r}: give a DeviceMesh of one axis, or the Ranks that ranks_of makes of one")
+        raise TypeError(f"mesh={mesh!r:.100}: give a DeviceMesh of one axis, or the Ranks that ranks_of makes of one")
     if mesh.ndim != 1:
         raise ConfigError(f"a mesh of {mesh.ndim} axes {mesh.mesh_dim_names}; give one axis of it, as mesh['tp']")
     return Ranks(mesh.get_local_rank(), mesh.size(), mesh.get_group().group_name, whole_experts)

@@ -17,6 +17,7 @@ from typing import Any
 
 import params as checkpoints
 from params.errors import CheckpointError, ConfigError
+from params.guarded import place
 
 from ..config import TIED, text_fields
 from ..model import Model
@@ -51,7 +52,8 @@ def save(model: Model, params: Any, path: str | Path, *, max_shard_bytes: int = 
             f"save: these are the parameters of rank {model.ranks.rank} of {model.ranks.size}; load the model without "
             "a mesh to write all of it"
         )
-    beside = {} if model.tokenizer is None else files_beside(model.tokenizer.directory, Path(path))
+    path = place("the directory to save to", path)
+    beside = {} if model.tokenizer is None else files_beside(model.tokenizer.directory, path)
     whole = model.unread is not None and bool(model.unread.tensors)
     return checkpoints.save(
         params, path, model.whole_spec(), model.family.names,

@@ -202,15 +202,23 @@ class BlockDraft(Draft):
     def init_state(self, state: State) -> State:
         """An empty state of the draft for the rows of `state`, which must be empty too, with room for a block more."""
         check_empty(state)
+        return like(state, self._entries, room=self.config.block)
+
+    @lasting
+    def own_state(
+        self, rows: int, max_len: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+        page_size: int = 128,
+    ) -> State:  # fmt: skip
+        """An empty state of the draft for rows of a model that is not run here; arguments as for `Model.init_state`."""
+        at_least_one("own_state: max_len", max_len)
+        return self.model.empty_state(self._entries, rows, max_len + self.config.block, dtype, None, device, page_size)
+
+    def _entries(
+        self, rows: int, pages: int, page_size: int, dtype: torch.dtype, recurrent_dtype: torch.dtype, device: Any
+    ) -> tuple[KeyValuePages, ...]:
         config = self.config
-
-        def entries(
-            rows: int, pages: int, page_size: int, dtype: torch.dtype, recurrent_dtype: torch.dtype, device: Any
-        ) -> tuple[KeyValuePages, ...]:
-            kv = (pages, page_size, config.num_key_value_heads, config.head_dim, dtype, device)
-            return tuple(key_value_pages(*kv) for _ in range(config.num_hidden_layers))
-
-        return like(state, entries, room=config.block)
+        kv = (pages, page_size, config.num_key_value_heads, config.head_dim, dtype, device)
+        return tuple(key_value_pages(*kv) for _ in range(config.num_hidden_layers))
 
     @captured_with(extend_inputs)
     @lasting

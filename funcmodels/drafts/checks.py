@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,18 @@ def check_output(out: Output, batch: Batch) -> None:
         raise ValueError(
             f"extend: the output is of {out.hidden.shape[0]} tokens, the batch has {batch.tokens.shape[0]}; give "
             "the batch that the model's forward made this output from"
+        )
+
+
+def check_hidden(params: Any, batch: Batch, hidden: Tensor) -> None:
+    """`ValueError` for hidden states that the mtp head of `params` does not read."""
+    if params.mtp is None:  # the head says so
+        return
+    shape, dtype = (batch.tokens.shape[0], params.mtp.hidden_norm.weight.shape[-1]), params.embed.weight.dtype
+    if hidden.shape != shape or hidden.dtype != dtype:
+        raise ValueError(
+            f"draft: hidden states are {list(hidden.shape)} of {hidden.dtype}, this head reads {list(shape)} of {dtype}"
+            " (tokens of the batch, values); give what the model's forward has in out.hidden"
         )
 
 

@@ -8,6 +8,7 @@ hidden state that `extend` made; each later one from the head's own hidden state
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ..sampling.draws import DraftNoise
 from ..state.batch import Batch
 from ..state.ledger import Ledger
 from ..state.state import State, check_usable, commit, like, rewound
-from .checks import check_carry, check_empty, check_noise, check_output
+from .checks import check_carry, check_empty, check_hidden, check_noise, check_output
 from .protocol import Carry, Draft, Proposal, extend_inputs, kept_tokens, propose_inputs
 
 
@@ -56,7 +57,9 @@ class MtpDraft(Draft):
         """The head alone: `batch` holds the token after each place, `hidden` is what the model made at the place.
 
         The logits at a place are those of the token two places on. `state=None` computes the batch alone, for training.
+        Raises as `Model.forward` does, `ValueError` for hidden states of another shape or dtype than this head reads.
         """
+        check_hidden(params, batch, hidden)
         return self.head.forward(self.model.local, params, state, batch, hidden, logits=logits, keep_steps=keep_steps)
 
     @lasting
@@ -64,6 +67,15 @@ class MtpDraft(Draft):
         """An empty state of the head for the rows of `state`, which must be empty too (`StateError` if not)."""
         check_empty(state)
         return like(state, lambda *sizes: self.head.init_entries(self.model.local, *sizes))
+
+    @lasting
+    def own_state(
+        self, rows: int, max_len: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+        page_size: int = 128,
+    ) -> State:  # fmt: skip
+        """An empty state of the head for rows of a model that is not run here; arguments as for `Model.init_state`."""
+        entries = partial(self.head.init_entries, self.model.local)
+        return self.model.empty_state(entries, rows, max_len, dtype, None, device, page_size)
 
     @captured_with(extend_inputs)
     @lasting

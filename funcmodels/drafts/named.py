@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
 import params as checkpoints
 from lowering.detect import device_named
 from params.errors import ConfigError, cut
+from params.guarded import place
 from params.modes import lasting
 from params.names.block_drafts import NAMES
+from params.names.rules import Ignore
 
-from ..checkpoint.loading import BUNDLED
+from ..checkpoint.loading import BUNDLED, directory_of, with_head_of
 from ..config import check_layers
-from ..model import Model
+from ..model import Model, build
 from .block import BlockDraft, BlockParams, with_context
 from .block_config import DFLASH, BlockConfig, read_config
 from .dflash import DFlashDraft
@@ -64,11 +67,56 @@ def draft(
     return (DFlashDraft if config.architecture in DFLASH else DSparkDraft)(model, config, with_context(own))
 
 
+@overload
+def load_draft(
+    path_or_hub_id: str | Path, kind: Literal["mtp"] = "mtp", dtype: torch.dtype | None = torch.bfloat16,
+    device: torch.device | str = "cpu",
+) -> tuple[MtpDraft, Any]: ...  # fmt: skip
+@overload
+def load_draft(
+    path_or_hub_id: str | Path, kind: str | Path, dtype: torch.dtype | None = torch.bfloat16,
+    device: torch.device | str = "cpu",
+) -> tuple[MtpDraft | BlockDraft, Any]: ...  # fmt: skip
+@lasting
+def load_draft(
+    path_or_hub_id: str | Path,
+    kind: str | Path = "mtp",
+    dtype: torch.dtype | None = torch.bfloat16,
+    device: torch.device | str = "cpu",
+) -> tuple[MtpDraft | BlockDraft, Any]:
+    """A draft and the parameters that it takes, without its model: to run, study or train the draft alone.
+
+    `path_or_hub_id` is the model's checkpoint, as for `load`. Read of it are config, token table and output projection,
+    and for `kind` `"mtp"` the head; the parameters have no layers, and `Model.forward` refuses them. What it would
+    have made goes in as `Output.of(hidden, extra)`, and `own_state` gives the draft's state. `kind` is that of `draft`,
+    `dtype` and `device` are those of `load`. Raises as the two do.
+    """
+    directory = directory_of(path_or_hub_id)
+    stored, config = checkpoints.tensor_names(directory), checkpoints.read_config(directory)
+    model = with_head_of(build(config), stored)
+    made = draft(model, kind) if kind == "mtp" else draft(model, kind, dtype, device)
+    spec = model.whole_spec(dtype)
+    apart = {name: getattr(spec, name) if name in _BORROWED else _nothing(getattr(spec, name)) for name in vars(spec)}
+    spec = checkpoints.unchecked(type(spec), **apart | ({} if kind == "mtp" else {"mtp": None}))
+    names = replace(model.family.names, ignore=(*model.family.names.ignore, *_NOT_THE_DRAFTS))
+    params = checkpoints.load(directory, spec, names, dtype=dtype, device=device_named(device), tensors=stored)
+    return replace(made, model=replace(model, dtype=params.embed.weight.dtype)), params
+
+
+_BORROWED = ("embed", "head", "mtp")
+"""What drafts read of a model's parameters, in each family."""
+_NOT_THE_DRAFTS = (Ignore("model.**", "layers of the model, which no draft reads"),)
+
+
+def _nothing(part: Any) -> Any:
+    return () if isinstance(part, tuple) else None
+
+
 def directory_of_draft(kind: str | Path) -> Path:
     """The directory of a block draft. `ValueError` for a word that is no draft's name, directory or hub id."""
     if kind == "dspark":
         return BUNDLED / "dspark"
-    if not os.path.isdir(Path(kind)) and "/" not in str(kind):
+    if not os.path.isdir(place("the name of a checkpoint", kind)) and "/" not in str(kind):
         shown = cut(repr(str(kind)))
         raise ValueError(f"draft: {shown} is not a known draft; give 'mtp', 'dspark' or the directory of one")
     return checkpoints.resolve(kind)

@@ -27,7 +27,7 @@ from lowering.ops.sampling import first_of
 from params.tree import tree, tree_map
 
 from ..output import Output
-from ..sampling.draws import DraftNoise, adjusted, coins, finite, keys_of, law, sample
+from ..sampling.draws import DraftNoise, adjusted, coins, finite, first_by, keys_of, law, sample
 from ..sampling.penalties import TokenCounts
 from ..sampling.settings import RowSampling, Sampling
 from ..state.batch import Batch
@@ -87,6 +87,8 @@ def verify(
     sampling: Sampling | RowSampling = Sampling(),
     requests: Int[Tensor, " rows"] | None = None,
     counts: TokenCounts | None = None,
+    numbers: Float[Tensor, "rows window vocab"] | None = None,
+    coins: Float[Tensor, "rows drafts"] | None = None,
 ) -> Verdict:
     """Say how many drafts of each window count, and draw the token after them.
 
@@ -98,6 +100,9 @@ def verify(
     (Leviathan et al. 2023): sum(min(p, q)) in all. `requests` number the rows for the noise (0, 1, ... by default).
     Where there is no choice, as `sample` has it, a row's new tokens end, and `accepted` is 0 if there is none after the
     root: whether that is the root's doing, or a draft's whose values are no numbers, says a forward of the root alone.
+
+    `numbers` are noise of your own, those of `sample` for the token after each of the window's. Where drafts come with
+    their law, `coins` (uniform in [0, 1), one a draft) say in place of counted ones whether it is accepted.
     """
     rows, steps = proposal.tokens.shape
     width = steps + 1
@@ -117,26 +122,40 @@ def verify(
             "one of each a window"
         )
     windows = out.logits.unflatten(0, (rows, width))
+    _check_noise(numbers, coins, proposal, windows)
     windows, sampling = adjusted(windows, sampling, counts, proposal.tokens)
     if proposal.logits is None:
-        return _compared(windows, proposal, sampling, requests)
+        return _compared(windows, proposal, sampling, requests, numbers)
     if proposal.logits.shape != (rows, steps, windows.shape[2]):
         raise ValueError(
             f"verify: logits of {list(proposal.logits.shape)} for drafts of [{rows}, {steps}] over "
             f"{windows.shape[2]} tokens; keep those that each draft was drawn from"
         )
-    return _rejected(windows, proposal, proposal.logits, sampling, requests)
+    return _rejected(windows, proposal, proposal.logits, sampling, requests, numbers, coins)
+
+
+def _check_noise(numbers: Tensor | None, coins: Tensor | None, proposal: Proposal, windows: Tensor) -> None:
+    """`ValueError` for noise of another shape than what is drawn, and for coins that no draft is accepted by."""
+    drafts = proposal.tokens.shape
+    for name, given, wanted in (("numbers", numbers, windows.shape), ("coins", coins, drafts)):
+        if given is not None and given.shape != wanted:
+            raise ValueError(f"verify: {name} of {list(given.shape)}, expected {list(wanted)}")
+    if coins is not None and proposal.logits is None:
+        raise ValueError("verify: coins are given, and drafts without proposal.logits are compared; leave coins out")
 
 
 def _compared(
-    windows: Float[Tensor, "rows window vocab"], proposal: Proposal, sampling: RowSampling, requests: Tensor
-) -> Verdict:
+    windows: Float[Tensor, "rows window vocab"], proposal: Proposal, sampling: RowSampling, requests: Tensor,
+    numbers: Tensor | None,
+) -> Verdict:  # fmt: skip
     """The verdict on drafts that were not drawn: the draw after an accepted one is independent of the comparison."""
     rows, width, _ = windows.shape
     places = torch.arange(width, device=windows.device)
     positions = (proposal.start[:, None] + 1 + places).flatten()
     each = sampling.repeated(width)
-    drawn = sample(windows.flatten(0, 1), each, requests.repeat_interleave(width), positions).view(rows, width)
+    numbers = None if numbers is None else numbers.flatten(0, 1)
+    drawn = sample(windows.flatten(0, 1), each, requests.repeat_interleave(width), positions, numbers=numbers)
+    drawn = drawn.view(rows, width)
     equal = F.pad(drawn[:, :-1] == proposal.tokens, (1, 0), value=True)
     # After a place without a choice nothing counts, nor does its own token.
     accepted = (equal & (drawn >= 0)).to(torch.int32).cumprod(1).sum(1)
@@ -149,6 +168,8 @@ def _rejected(
     draft_logits: Float[Tensor, "rows drafts vocab"],
     sampling: RowSampling,
     requests: Tensor,
+    numbers: Tensor | None,
+    coin: Tensor | None,
 ) -> Verdict:
     """The verdict on drafts drawn from a law of their own: by a coin each, with noise apart from the draft's."""
     rows, width, vocab = windows.shape
@@ -158,28 +179,32 @@ def _rejected(
     places = torch.arange(width, device=windows.device)
     drafts = proposal.tokens.long()
     wanted, given = (x.gather(2, drafts[..., None])[..., 0] for x in (p[:, :-1], q))
-    coin = coins(sampling.seed, requests, proposal.start[:, None] + 1 + places[:-1])
+    if coin is None:
+        coin = coins(sampling.seed, requests, proposal.start[:, None] + 1 + places[:-1])
     # A draft that q cannot give was not drawn from it, and no number in p or q accepts nothing.
     fits = (given > 0) & (coin * given < wanted) & sane[:, :-1]
     accepted = 1 + fits.to(torch.int32).cumprod(1).sum(1)
     last = accepted[:, None] - 1
     # After the last draft nothing was rejected: there the law is held against zeros.
-    more, less = (x.gather(1, last[..., None].expand(-1, 1, vocab))[:, 0] for x in (p, F.pad(q, (0, 0, 0, 1))))
-    drawn = _from_the_rest(more, less, keys_of(sampling.seed, requests, proposal.start + accepted))
+    at = last[..., None].expand(-1, 1, vocab)
+    more, less = (x.gather(1, at)[:, 0] for x in (p, F.pad(q, (0, 0, 0, 1))))
+    own = None if numbers is None else numbers.gather(1, at)[:, 0]
+    drawn = _from_the_rest(more, less, keys_of(sampling.seed, requests, proposal.start + accepted), own)
     tokens = torch.where(places < last, F.pad(drafts, (0, 1)), drawn[:, None])
     accepted = accepted - (~sane.gather(1, last)[:, 0]).to(accepted)
     return Verdict(torch.where(places < accepted[:, None], tokens, -1), accepted)
 
 
 def _from_the_rest(
-    p: Float[Tensor, "rows vocab"], q: Float[Tensor, "rows vocab"], keys: Int[Tensor, " rows"]
-) -> Int[Tensor, " rows"]:
+    p: Float[Tensor, "rows vocab"], q: Float[Tensor, "rows vocab"], keys: Int[Tensor, " rows"],
+    numbers: Float[Tensor, "rows vocab"] | None = None,
+) -> Int[Tensor, " rows"]:  # fmt: skip
     """A draw from what p has more than q; from p where that is nothing, as when p is q up to rounding."""
     rest = torch.where(p > q, p - q, 0)
     some = rest.sum(-1, keepdim=True) > 0
     weights = torch.where(some, rest, p)
     weights = weights / weights.amax(-1, keepdim=True)  # what is left may be as little as float32 has
-    return first_of(weights.log(), weights > 0, keys)
+    return first_of(weights.log(), weights > 0, keys) if numbers is None else first_by(weights.log(), numbers)
 
 
 def kept_tokens(batch: Batch, next_tokens: Int[Tensor, "*lead"]) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " rows"]]:
@@ -209,7 +234,15 @@ def _starts(batch: Batch, device: torch.device) -> Int[Tensor, " ends"]:
 
 
 def next_tokens(batch: Batch, last: Int[Tensor, " rows"]) -> Int[Tensor, " tokens"]:
-    """The token after each place of a batch of prompts: the next one of the batch, and `last[r]` at row r's end."""
+    """The token after each place of a batch of prompts: the next one of the batch, and `last[r]` at row r's end.
+
+    `ValueError` unless `last` has an integer for each row.
+    """
+    if last.shape != (batch.rows,) or last.is_floating_point() or last.dtype == torch.bool:
+        raise ValueError(
+            f"next_tokens: last is {last.dtype} {list(last.shape)}, the batch has {batch.rows} rows; give the token "
+            "after each row's end, an integer"
+        )
     following = torch.cat((batch.tokens[1:], batch.tokens[:1]))
     ends = batch.query_start[1:].long() - 1
     live = batch.query_start.diff() > 0

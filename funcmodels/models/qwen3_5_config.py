@@ -112,6 +112,7 @@ def _feed_forward_rules(
 ) -> Iterator[tuple[bool, str]]:
     experts, chosen, kind = config.num_experts, config.num_experts_per_tok, given.get("model_type")
     yield (experts > 0) == (sizes is _MOE_SIZES), f"model_type {kind!r} and num_experts {experts} contradict each other"
+    yield experts >= 0, f"num_experts must not be negative, found {experts}"
     yield experts <= 0 or chosen <= experts, f"num_experts_per_tok {chosen} is more than num_experts {experts}"
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lowering import ops
-from lowering.ops.sampling import exponentials, first_of, mix, scaled_down
+from lowering.ops.sampling import exponentials, first_of, mix, scaled_down, winner
 from lowering.ops.widen import wide
 from params.tree import tree
 
@@ -55,16 +55,29 @@ def sample(
     requests: Int[Tensor, " rows"],
     positions: Int[Tensor, " rows"],
     counts: TokenCounts | None = None,
+    numbers: Float[Tensor, "rows vocab"] | None = None,
 ) -> Int[Tensor, " rows"]:
     """A token for each row of logits, by the row's settings; float32 inside or wider, nothing is read from a device.
 
     `positions` are the places in their sequences that the tokens will take; `requests` tell sequences with one seed
     apart; `counts` are what penalties go by. A logit of -inf forbids its token. A row without a choice gives -1: one
     whose largest logit, after bias and penalties, is NaN or infinite.
+
+    `numbers` are noise of your own: positive ones, which `noise` says the law of, to draw with in place of those that
+    it gives for seeds, requests and positions. The token with the least number over its weight wins.
+
+    Raises `ValueError` for settings, counters or numbers of other rows than the logits, which nothing broadcasts to.
     """
     logits, sampling = _adjusted_rows(logits, sampling, counts)
+    _check_counters(logits.shape[0], requests=requests, positions=positions)
+    if numbers is not None and numbers.shape != logits.shape:
+        raise ValueError(
+            f"sample: numbers of {list(numbers.shape)} for logits of {list(logits.shape)}; give one for each logit"
+        )
     if sampling.greedy:
         tokens = logits.argmax(-1)
+    elif numbers is not None:
+        tokens = first_by(law_logits(logits, sampling), numbers)
     else:
         keys = keys_of(sampling.seed, requests, positions)
         temperature, k, p, min_p, hints = sampling.filters()
@@ -77,18 +90,36 @@ def sample(
 def law(
     logits: Float[Tensor, "rows vocab"], sampling: RowSampling, counts: TokenCounts | None = None
 ) -> Float[Tensor, "rows vocab"]:
-    """The probabilities that `sample` draws from. A greedy row has all its mass on one token."""
+    """The probabilities that `sample` draws from; a greedy row has all its mass on one token. Raises as it does."""
     return law_logits(*_adjusted_rows(logits, sampling, counts)).softmax(-1)
 
 
 def _adjusted_rows(
     logits: Tensor, sampling: Sampling | RowSampling, counts: TokenCounts | None
 ) -> tuple[Tensor, RowSampling]:
+    if logits.ndim != 2:
+        raise ValueError(f"logits are {list(logits.shape)}; give [rows, vocab], logits[None] of a single row")
     if isinstance(sampling, Sampling):
         sampling = RowSampling.of([sampling] * logits.shape[0], logits.device)
+    if not isinstance(sampling, RowSampling):
+        raise TypeError(f"sampling must be a Sampling or a RowSampling, found {sampling!r:.100}")
+    if sampling.seed.shape[0] != logits.shape[0]:
+        raise ValueError(
+            f"settings are of {sampling.seed.shape[0]} rows, logits of {logits.shape[0]}; give one Sampling a row to "
+            "RowSampling.of"
+        )
     none = torch.zeros(logits.shape[0], 0, dtype=torch.int64, device=logits.device)
     changed, sampling = adjusted(logits[:, None], sampling, counts, none)
     return changed[:, 0], sampling
+
+
+def _check_counters(rows: int, **counters: Tensor) -> None:
+    """`ValueError` for counters of noise that are not one a row, `TypeError` for what are no integers."""
+    for name, given in counters.items():
+        if given.is_floating_point() or given.dtype == torch.bool:
+            raise TypeError(f"sample: {name} must be integers, found {given.dtype}")
+        if given.shape != (rows,):
+            raise ValueError(f"sample: {name} are {list(given.shape)}, and logits have {rows} rows; give one a row")
 
 
 def finite(logits: Float[Tensor, "rows vocab"]) -> Bool[Tensor, " rows"]:
@@ -114,6 +145,11 @@ def law_logits(logits: Float[Tensor, "rows vocab"], sampling: RowSampling) -> Fl
     return torch.where(keep, scaled, -torch.inf)
 
 
+def first_by(scaled: Float[Tensor, "rows vocab"], numbers: Float[Tensor, "rows vocab"]) -> Int[Tensor, " rows"]:
+    """What `first_of` gives for these numbers; -inf forbids a token."""
+    return winner(torch.where(scaled > -torch.inf, numbers / scaled.exp(), torch.inf))
+
+
 DRAFT, COIN = -1, -2
 """Streams of noise beside that of `sample`. Counters of tokens start at 0, so theirs are never met by a token's."""
 
@@ -127,7 +163,10 @@ def keys_of(seeds: Tensor, requests: Tensor, positions: Tensor, stream: int | No
 def noise(
     seeds: Int[Tensor, " rows"], requests: Int[Tensor, " rows"], positions: Int[Tensor, " rows"], vocab: int
 ) -> Float[Tensor, "rows vocab"]:
-    """What `sample` draws with: the standard exponential number of each (seed, request, position, token)."""
+    """What `sample` draws with: the standard exponential number of each (seed, request, position, token).
+
+    Independent numbers of that law, such as those of `torch.Tensor.exponential_`, give independent draws in its place.
+    """
     keys = keys_of(seeds, requests, positions)
     return exponentials(keys[:, None], torch.arange(vocab, device=keys.device))
 
@@ -144,11 +183,24 @@ def coins(
 class DraftNoise:
     """What sampled drafts are drawn with: settings and request of each row, those that `verify` is given.
 
-    The noise is a hash of (seed, request, position, token) as in `sample`, in a stream of its own.
+    The noise is a hash of (seed, request, position, token) as in `sample`, in a stream of its own. In its place go
+    `numbers`, those of `sample`, one for each draft and token; `start` is then the place of each row's first draft
+    (`state.lengths + 1`).
     """
 
     sampling: RowSampling
     requests: Int[Tensor, " rows"]
+    numbers: Float[Tensor, "rows drafts vocab"] | None = None
+    start: Int[Tensor, " rows"] | None = None
+
+    def given(self, positions: Int[Tensor, " rows"]) -> Float[Tensor, "rows vocab"] | None:
+        """The numbers of the drafts at `positions`, None if none were given. `ValueError` where `start` is not."""
+        if self.numbers is None:
+            return None
+        if self.start is None:
+            raise ValueError("noise: numbers need the place of each row's first draft; give start=state.lengths + 1")
+        at = (positions - self.start).long()[:, None, None]
+        return self.numbers.gather(1, at.expand(-1, 1, self.numbers.shape[2]))[:, 0]
 
     def draw(
         self, logits: Float[Tensor, "rows vocab"], positions: Int[Tensor, " rows"]
@@ -160,9 +212,14 @@ class DraftNoise:
         """
         changed, settings = _adjusted_rows(logits, replace(self.sampling, penalties=None), None)
         kept_logits = law_logits(changed, settings)
-        keys = keys_of(settings.seed, self.requests, positions, DRAFT)
+        numbers = self.given(positions)
+        if numbers is None:
+            keys = keys_of(settings.seed, self.requests, positions, DRAFT)
+            tokens = first_of(kept_logits, kept_logits > -torch.inf, keys)
+        else:
+            tokens = first_by(kept_logits, numbers)
         # A row without a choice proposes some token: that it has none is for `verify` to say.
-        return first_of(kept_logits, kept_logits > -torch.inf, keys).clamp(min=0), kept_logits
+        return tokens.clamp(min=0), kept_logits
 
 
 @tree
@@ -177,5 +234,6 @@ class CoupledNoise(DraftNoise):
         self, logits: Float[Tensor, "rows vocab"], positions: Int[Tensor, " rows"]
     ) -> tuple[Int[Tensor, " rows"], Float[Tensor, "rows vocab"] | None]:
         """What `sample` gives for these logits, without penalties; the largest of a greedy row."""
-        tokens = sample(logits, replace(self.sampling, penalties=None), self.requests, positions)
+        settings, numbers = replace(self.sampling, penalties=None), self.given(positions)
+        tokens = sample(logits, settings, self.requests, positions, numbers=numbers)
         return tokens.clamp(min=0), None

@@ -30,12 +30,23 @@ class TokenCounts:
         """The counts of rows with these prompts and nothing after them. `IndexError` for a token outside `vocab`."""
         prompt = torch.zeros(len(prompts), vocab, dtype=torch.bool, device="cpu")
         for row, tokens in enumerate(prompts):
+            outside = [token for token in tokens if not 0 <= token < vocab]
+            if outside:
+                raise IndexError(f"row {row}: token {outside[0]!r:.100} is outside of the vocabulary (0..{vocab - 1})")
             prompt[row, torch.tensor(tokens, dtype=torch.int64, device="cpu")] = True
         prompt = prompt.to(device)
         return TokenCounts(prompt, torch.zeros_like(prompt, dtype=torch.int32))
 
     def add(self, tokens: Int[Tensor, "rows steps"]) -> TokenCounts:
-        """The counts when these tokens came too; -1 counts for nothing, as in a verdict's `tokens`."""
+        """The counts when these tokens came too; -1 counts for nothing, as in a verdict's `tokens`.
+
+        `ValueError` for tokens of other rows.
+        """
+        if tokens.ndim != 2 or tokens.shape[0] != self.output.shape[0]:
+            raise ValueError(
+                f"counts are of {self.output.shape[0]} rows, tokens {list(tokens.shape)}; give [rows, steps], "
+                "tokens[:, None] of one step"
+            )
         came = (tokens >= 0).to(self.output.dtype)
         return TokenCounts(self.prompt, self.output.scatter_add(1, tokens.clamp(min=0).long(), came))
 

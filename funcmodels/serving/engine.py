@@ -98,6 +98,8 @@ class Engine:
         """
         with refusals_told(self.model.ranks, self.params):
             requests = requests_of(self.model, prompts, max_new_tokens, sampling, eos, stop, numbers)
+            if stream is not None and not callable(stream):
+                raise TypeError(f"stream must be a function that takes an Event, found {stream!r:.100}")
         results: dict[int, Result] = {}
         serving = self.serve(requests)
         with nullcontext(stream) if stream is not None else shown(len(requests), serving.state_bytes) as tell:
@@ -115,6 +117,8 @@ class Engine:
         rows take. Raises as `generate` does.
         """
         with refusals_told(self.model.ranks, self.params):
+            if not isinstance(requests, Sequence):
+                raise TypeError(f"serve: expected a list of fm.Request, found {requests!r:.100}")
             for index, request in enumerate(requests):
                 check_request(self.model, index, request)
         facts = {field.name: [getattr(request, field.name) for request in requests] for field in fields(Request)}
@@ -178,7 +182,8 @@ def _draft(model: Model, given: str | Path | Draft | None, params: Any) -> Draft
         directory, like = directory_of_draft(given), params.embed.weight
         return named_draft(model, directory, like.dtype, like.device)
     if isinstance(given, type) or not isinstance(given, Draft):
-        raise TypeError(f"draft must be 'mtp', 'none', a draft's directory or an instance of fm.Draft, found {given!r}")
+        known = "'mtp', 'none', a draft's directory or an instance of fm.Draft"
+        raise TypeError(f"draft must be {known}, found {given!r:.100}")
     return given
 
 

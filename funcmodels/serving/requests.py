@@ -43,9 +43,9 @@ class Request:
         token_ids("prompt", self.prompt)
         token_ids("eos", self.eos)
         if not isinstance(self.sampling, Sampling):
-            raise TypeError(f"sampling must be a Sampling, found {self.sampling!r}")
+            raise TypeError(f"sampling must be a Sampling, found {self.sampling!r:.100}")
         if isinstance(self.stop, str) or strings(self.stop) is None:
-            raise TypeError(f"stop must be a tuple of strings, found {self.stop!r}")
+            raise TypeError(f"stop must be a tuple of strings, found {self.stop!r:.100}")
         if self.number is not None:
             _check_number(self.number)
 
@@ -97,6 +97,8 @@ class Event:
 def token_ids(name: str, given: Any) -> tuple[int, ...]:
     """Token ids as integers. `TypeError` for anything that would have to be rounded or read as text."""
     try:
+        if any(one is True or one is False for one in given):
+            raise TypeError
         return tuple(map(operator.index, given))
     except TypeError:
         raise TypeError(f"{name} must be a list of integer token ids, found {given!r:.100}") from None
@@ -127,22 +129,29 @@ def requests_of(
     numbers: Sequence[int] | None = None,
 ) -> list[Request]:
     """Prompts as `generate` takes them, checked and tokenised, as requests for `serve`."""
+    prompts = prompts if isinstance(prompts, str) else _list("prompts", prompts)
     if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
         raise ValueError("prompts is a list of prompts, each a string or a list of token ids; put one prompt in a list")
-    each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+    each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else _list("sampling", sampling)
     if len(each) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts and {len(each)} samplings were given; give one, or one a prompt")
     ends = _eos(model, eos)
     stops = (stop,) if isinstance(stop, str) else strings(stop)
     if stops is None:
-        raise TypeError(f"stop must be a string or a list of strings, found {stop!r}; leave it out for none")
-    keyed = list(range(len(prompts)) if numbers is None else numbers)
+        raise TypeError(f"stop must be a string or a list of strings, found {stop!r:.100}; leave it out for none")
+    keyed = _list("numbers", range(len(prompts)) if numbers is None else numbers)
     if len(keyed) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts and {len(keyed)} numbers were given; give one a prompt")
     return [
         Request(_tokens(model, index, prompt), max_new_tokens, one, ends, stops, number)
         for index, (prompt, one, number) in enumerate(zip(prompts, each, keyed, strict=True))
     ]
+
+
+def _list(name: str, given: Any) -> list[Any]:
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{name} must be a list with one a prompt, found {given!r:.100}")
+    return list(given)
 
 
 def _tokens(model: Model, index: int, prompt: Prompt) -> tuple[int, ...]:
@@ -168,7 +177,9 @@ def _eos(model: Model, eos: int | Sequence[int] | None) -> tuple[int, ...]:
 
 
 def check_request(model: Model, index: int, request: Request) -> None:
-    """`ValueError` for a request that cannot be run to its end."""
+    """`ValueError` for a request that cannot be run to its end, `TypeError` for what is none."""
+    if not isinstance(request, Request):
+        raise TypeError(f"serve: expected a list of fm.Request, found {request!r:.100} at place {index}")
     vocab, room, prompt = model.config.vocab_size, model.config.max_position_embeddings, request.prompt
     if not prompt:
         raise ValueError(f"prompt {index} is empty; give at least one token")
@@ -188,7 +199,9 @@ def check_request(model: Model, index: int, request: Request) -> None:
     if "" in request.stop:
         raise ValueError("a stop string is empty; leave it out")
     if request.stop and text_of(model, request) is None:
-        raise ValueError(f"stop strings {list(request.stop)} need a tokenizer, and this model has none; use eos ids")
+        raise ValueError(
+            f"stop strings {list(request.stop)!s:.100} need a tokenizer, and this model has none; use eos ids"
+        )
 
 
 def text_of(model: Model, request: Request) -> TextStream | None:

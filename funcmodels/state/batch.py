@@ -14,7 +14,7 @@ from torch import Tensor
 from lowering.detect import device_named
 from lowering.host import HostInt, readable, valueless
 from lowering.jit.tape import beforehand
-from lowering.protocols import Ragged
+from lowering.protocols import Carried, Ragged
 from params.modes import lasting
 from params.tree import off_tree, static, tree, unchecked
 
@@ -71,9 +71,11 @@ class Batch(Ragged):
         """A batch of one list of token ids a row; an empty list leaves its row idle.
 
         With a state, ids are checked against its vocabulary, rows and room against the state, and tensors are put on
-        its device. Raises `ValueError` for ids or room, `StateError` for rows.
+        its device. Raises `TypeError` for what are no token ids, `ValueError` for ids or room, `StateError` for rows.
         """
         vocab = state.vocab if state is not None and vocab is None else vocab
+        if not isinstance(lists, Iterable):
+            raise TypeError(f"from_lists: expected a list of token ids a row, found {lists!r:.100}")
         for row, ids in enumerate(lists):
             _check_ids(row, ids, vocab)
         flat = torch.tensor([operator.index(token) for ids in lists for token in ids], dtype=torch.int64, device="cpu")
@@ -90,7 +92,7 @@ class Batch(Ragged):
     ) -> Batch:
         """A batch of tokens that are already a tensor, with each row's count known on the host. Ids are not read."""
         if sum(counts) != tokens.shape[0] or min(counts, default=0) < 0:
-            raise ValueError(f"counts {list(counts)} add up to {sum(counts)}, there are {tokens.shape[0]} tokens")
+            raise ValueError(f"counts {_shown(counts)} add up to {sum(counts)}, there are {tokens.shape[0]} tokens")
         if state is not None:
             beforehand(Ledger.check_room, state.ledger, tuple(counts), state.max_len)
             device = state.lengths.device if device is None else device
@@ -151,8 +153,14 @@ def check(batch: Batch, state: State | None = None) -> None:
     """Hold a batch that was made by hand against itself, and against the state that it is for. Reads the device.
 
     Raises `ValueError` for what contradicts itself, ids out of the state's vocabulary and rows without room,
-    `StateError` for another number of rows.
+    `StateError` for another number of rows or a state that can be used no more, `TypeError` for what is no batch.
     """
+    if not isinstance(batch, Batch):
+        raise TypeError(f"check: expected a Batch, found a {type(batch).__name__}; make one with Batch.from_lists")
+    if state is not None:
+        if not isinstance(state, Carried):
+            raise TypeError(f"check: expected a State, found a {type(state).__name__}; make one with model.init_state")
+        state.check()
     check_layout(batch)
     starts = batch.query_start.tolist()
     _check_starts(batch, starts)
@@ -185,7 +193,8 @@ def check_layout(batch: Batch) -> None:
             "images, or leave them out"
         )
     if not isinstance(batch.max_query, int) or batch.max_query < 1:
-        raise ValueError(f"the batch's max_query must be an integer of at least 1, found {batch.max_query!r}; {_MAKE}")
+        found = f"found {batch.max_query!r:.100}"
+        raise ValueError(f"the batch's max_query must be an integer of at least 1, {found}; {_MAKE}")
     if tokens == 0:
         raise ValueError("the batch has no tokens: every row idles; skip the call, or pad the batch")
     if batch.rows < 1:
@@ -264,6 +273,8 @@ def _check_ids(row: int, ids: Sequence[int], vocab: int | None) -> None:
     most = 2**63 if vocab is None else vocab
     for at, token in enumerate(ids):
         try:
+            if token is True or token is False:
+                raise TypeError
             inside = 0 <= operator.index(token) < most
         except TypeError:
             fix = "model.tokenizer.encode(text) makes them of text"

@@ -6,15 +6,18 @@ does. `claim` alone changes something: it notes in the leases that rows are writ
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+
+import torch
 
 from lowering.host import HostInt, known_equal, symbolic
 from lowering.protocols import HostSide
 
 from ..errors import StaleStateError, StateError
-from .pages import Extent, Lease, Writing
+from .pages import Extent, Lease, PagePool, Writing
 
 
 @dataclass
@@ -50,6 +53,8 @@ class Ledger(HostSide):
     writing: Writing
     extent: Extent
     pending: Growth | None = None
+    pools: tuple[int, ...] = ()
+    """Where the tensors of the state's pools lie in memory; none where that is not known, as in a trace."""
     buffers: Buffers = field(default_factory=Buffers)
     ended: list[str] = field(default_factory=list, init=False, compare=False)
     """Why this version alone can be used no more, if it cannot: what is made of it begins anew."""
@@ -159,7 +164,17 @@ class Ledger(HostSide):
         self, rows: Sequence[int], leases: tuple[Lease, ...], lengths: Sequence[HostInt], least: Sequence[HostInt]
     ) -> Ledger:
         """Of `rows` (-1: an empty one), which lie in `leases` now."""
-        return Ledger(tuple(lengths), tuple(least), leases, _held(leases), _kept(self, leases, rows), self.extent)
+        kept = _kept(self, leases, rows)
+        return Ledger(tuple(lengths), tuple(least), leases, _held(leases), kept, self.extent, pools=self.pools)
+
+    def of_pools(self, pools: tuple[int, ...]) -> Ledger:
+        """This ledger for tensors that lie there: one of its own, with its own leases, if they are none of its pools.
+
+        Whoever copied all of a state's pools has another value, which neither writes nor releases pages of the first.
+        """
+        if not pools or not self.pools or not set(pools).isdisjoint(self.pools):
+            return self
+        return replace(copy.deepcopy(self), pools=pools)
 
     def known_as(self, found: Ledger) -> Ledger:
         """`found`, which is this version when more was known of it: written to the leases as this one was."""
@@ -170,6 +185,10 @@ class Ledger(HostSide):
         """When the host has learned the lengths."""
         known = tuple(lengths)
         return replace(self, lengths=known, least=known)
+
+
+# A saved state holds these beside its tensors, and may be read without trust in who wrote it, as trees may.
+torch.serialization.add_safe_globals([Ledger, Buffers, Growth, PagePool, Lease, Extent, Writing])
 
 
 def added(counts: Sequence[HostInt], more: Sequence[HostInt]) -> tuple[HostInt, ...]:

@@ -23,6 +23,9 @@ from ..errors import OutOfPages
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+MOST_PAGES = 2**24
+"""Of 128 tokens each they hold two thousand million, more than fits anywhere; a list of them still does."""
+
 
 def _alone(method: F) -> F:
     """A method of a pool that one thread at a time runs."""
@@ -54,7 +57,10 @@ class PagePool:
 
     def __setstate__(self, values: tuple[int, bool]) -> None:
         # A copied or unpickled pool is held only by the leases that come with it: each takes its pages again.
-        self.__init__(*values)
+        pages, owned = values
+        if not isinstance(pages, int) or not 0 <= pages <= MOST_PAGES:
+            raise ValueError(f"a pool of pages has 0..{MOST_PAGES}, found {pages!r:.100}; save the state again")
+        self.__init__(pages, owned)
 
     @property
     def free(self) -> int:

@@ -24,6 +24,7 @@ from .state import (
     check_rows,
     check_usable,
     page_table,
+    places,
 )
 
 Copies = list[tuple[int, int]]
@@ -114,7 +115,7 @@ def fork_into(state: State, rows: Sequence[int], source: State, row: int) -> Sta
     check_fresh(state, [kept for kept in range(state.rows) if kept not in rows])
     check_fresh(source, [row])
     if len(set(rows)) < len(rows):
-        raise ValueError(f"fork_into: rows {list(rows)} name a row twice")
+        raise ValueError(f"fork_into: rows {rows!s:.100} name a row twice")
     pool = state.ledger.leases[0].pool
     if pool.owned or source.ledger.leases[0].pool is not pool:
         raise ValueError(
@@ -208,7 +209,7 @@ def select(state: State, rows: Sequence[int]) -> State:
     live = [row for row in rows if row >= 0]
     if len(set(live)) < len(live):
         raise ValueError(
-            f"select: rows {rows} name a row twice, and both would share its pages; fork(state, rows) copies"
+            f"select: rows {rows!s:.100} name a row twice, and both would share its pages; fork(state, rows) copies"
         )
     ledger = state.ledger
     lengths, least = ([known[row] if row >= 0 else 0 for row in rows] for known in (ledger.lengths, ledger.least))
@@ -264,13 +265,14 @@ def _take_rows(
         return torch.where(live[:-1], x[index[:-1]], 0)
 
     log = state.log if state.log is None else replace(state.log, tip=pick_row(state.log.tip))
+    ledger = state.ledger.take(rows, leases, lengths, least)
     return replace(
         state,
         lengths=pick_row(state.lengths),
         page_table=page_table(leases, state.page_table.shape[1], device),
         layers=tuple(pick(entry) for entry in state.layers),
         log=log,
-        ledger=state.ledger.take(rows, leases, lengths, least),
+        ledger=replace(ledger, pools=places(state.layers)),
     )
 
 

@@ -18,6 +18,7 @@ import torch.utils._pytree as pytree
 from jaxtyping import Int
 from torch import Tensor
 from torch._C._dynamo import eval_frame
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from lowering import captured_with
 from lowering.host import HostInt, readable, valueless
@@ -56,6 +57,40 @@ class Recurrent(abc.ABC):
 Entry = Appended | Recurrent
 
 
+def places(layers: Sequence[Any]) -> tuple[int, ...]:
+    """Where the tensors of appended entries lie in memory; none where nothing lies there, as in a trace."""
+    entries = [entry for entry in layers if isinstance(entry, Appended)]
+    tensors = [leaf for entry in entries for leaf in leaves(entry) if type(leaf) in (Tensor, torch.nn.Parameter)]
+    if any(x.is_meta or valueless(x) or is_functorch_wrapped_tensor(x) for x in tensors):
+        return ()
+    return tuple(x.untyped_storage().data_ptr() for x in tensors)
+
+
+def _holds_lengths(state: State, ledger: Ledger) -> bool:
+    """Whether the ledger knows of these lengths, where they can be read without waiting for a device."""
+    if state.lengths.shape != (len(ledger.lengths),):
+        return False
+    held = state.lengths.tolist() if readable(state.lengths) else ledger.lengths
+    return all(least <= length <= most for least, length, most in zip(ledger.least, held, ledger.lengths, strict=True))
+
+
+def _holds_pages(state: State, ledger: Ledger) -> bool:
+    """Whether the page table has the leases' pages, where it can be read without waiting for a device."""
+    if state.page_table.shape != (len(ledger.leases), -(-state.max_len // state.page_size)):
+        return False
+    if not readable(state.page_table):
+        return True
+    held = zip(state.page_table.tolist(), ledger.leases, ledger.in_table, strict=True)
+    return all(tuple(row[:count]) == lease.pages[:count] for row, lease, count in held)
+
+
+def _is_moved(state: State) -> bool:
+    """Whether the first pool is none of the ledger's, as far as both are known."""
+    first = next((entry for entry in state.layers if isinstance(entry, Appended)), None)
+    found = places(() if first is None else [first])
+    return bool(found) and bool(state.ledger.pools) and set(found).isdisjoint(state.ledger.pools)
+
+
 @tree
 class State(Carried):
     """Lengths, page table and one entry a layer. `pending` holds the tokens a row may still drop, or None."""
@@ -69,6 +104,35 @@ class State(Carried):
     max_len: int = static()
     vocab: int = static()
     ledger: Ledger = off_tree()
+
+    def mapped(self) -> State:
+        """A state that was made by mapping another's tensors: a value of its own if no pool of pages is the other's.
+
+        One whose lengths or page table contradict its ledger can be printed and mapped on, and is refused elsewhere.
+        """
+        known = all(isinstance(part, Tensor) for part in (self.lengths, self.page_table))
+        if not known or not isinstance(self.ledger, Ledger) or not isinstance(self.layers, tuple):
+            return self
+        if not _is_moved(self):  # as nearly always: the other pools need not be looked at
+            return self
+        ledger = self.ledger.of_pools(places(self.layers))
+        if ledger is self.ledger:
+            return self
+        if not (_holds_lengths(self, ledger) and _holds_pages(self, ledger)):
+            ledger.buffers.used = "made by a map that changed its lengths or its page table"
+            ledger.buffers.instead = "map so that these stay as they are, or make a state with model.init_state"
+        # A map to another dtype leaves integers what they are, the same tensors; of the copy they are its own.
+        pools = {id(pool) for pool in self.pools()}
+        parts, structure = pytree.tree_flatten([getattr(self, name) for name in _TENSORS])
+        own = [part if id(part) in pools or not isinstance(part, Tensor) else part.clone() for part in parts]
+        values = zip(_TENSORS, pytree.tree_unflatten(own, structure), strict=True)
+        return unchecked(State, **vars(self) | dict(values) | {"ledger": ledger})
+
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        vars(self).update(fields)
+        found = places(self.layers)
+        if self.ledger is not None and found != self.ledger.pools:  # copied with its tensors, or unpickled
+            vars(self)["ledger"] = replace(self.ledger, pools=found)
 
     @property
     def rows(self) -> int:
@@ -122,6 +186,9 @@ class State(Carried):
         )
 
 
+_TENSORS = ("lengths", "page_table", "layers", "pending", "log")
+
+
 def empty(
     layers: tuple[Entry, ...], *, rows: int, max_len: int, page_size: int, pool: PagePool, vocab: int,
     device: torch.device, checked: bool,
@@ -137,7 +204,7 @@ def empty(
         lengths=torch.zeros(rows, dtype=torch.int32, device=device),
         page_table=page_table(leases, each, device),
         layers=layers, pending=None, log=log, page_size=page_size, max_len=max_len, vocab=vocab,
-        ledger=Ledger.empty(leases),
+        ledger=replace(Ledger.empty(leases), pools=places(layers)),
     )  # fmt: skip
 
 
@@ -212,9 +279,29 @@ def check_fresh(state: State, rows: Sequence[int] | None = None) -> None:
     check_followed()
     if valueless(state.lengths):
         return
+    _check_agreed(state)
     for row in sorted({*state.ledger.overwritten, *(_changed_rows(state) if state.log is not None else ())}):
         if rows is None or row in rows:
             raise state.ledger.stale(row)
+
+
+def _check_agreed(state: State) -> None:
+    """`StateError` for tensors that are not those of the ledger: of lengths only where that needs no device sync."""
+    ledger, width = state.ledger, -(-state.max_len // state.page_size)
+    if state.page_table.shape != (len(ledger.lengths), width):
+        raise StateError(
+            f"this state's page table is {list(state.page_table.shape)}, and {len(ledger.lengths)} rows of "
+            f"max_len={state.max_len} in pages of {state.page_size} take [{len(ledger.lengths)}, {width}]; {_MADE}"
+        )
+    if not _holds_lengths(state, ledger):
+        bound = "holds" if ledger.exact else "holds at most"
+        found = f"this state's lengths are {known(state.lengths)}, and by its ledger it {bound}"
+        raise StateError(f"{found} {list(ledger.lengths)}; {_MADE}")
+    if _is_moved(state):
+        raise StateError(f"this state's pools of pages are not those of its ledger; {_MADE}")
+
+
+_MADE = "take states as they are made, by forward, commit, fork, select or a map over all their tensors"
 
 
 def _changed_rows(state: State) -> list[int]:

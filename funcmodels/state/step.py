@@ -25,7 +25,7 @@ from ..errors import StateError
 from .batch import Batch, check_layout
 from .ledger import Ledger
 from .rows import reserve
-from .state import Appended, Entry, Recurrent, State, check_followed, check_fresh, check_usable
+from .state import Appended, Entry, Recurrent, State, check_followed, check_fresh, check_usable, places
 from .token_log import TokenLog, written
 
 E = TypeVar("E", bound=Entry)
@@ -115,8 +115,16 @@ def finish(step: Step, layers: Sequence[Entry | None]) -> State | None:
     new = step.rows.new
     return replace(
         state, lengths=state.lengths + new, layers=entries, pending=new if step.keep_steps else None,
-        log=_logged(step, state), ledger=step.ledger,
+        log=_logged(step, state), ledger=_where_copied(step.ledger, entries),
     )  # fmt: skip
+
+
+def _where_copied(ledger: Ledger | None, entries: Sequence[Entry]) -> Ledger | None:
+    """The ledger of pools that `writable` has copied, as it does under autograd."""
+    if ledger is None or not torch.is_grad_enabled():
+        return ledger
+    pools = [leaf for entry in entries if isinstance(entry, Appended) for leaf in leaves(entry)]
+    return replace(ledger, pools=places(entries)) if any(pool.requires_grad for pool in pools) else ledger
 
 
 def _logged(step: Step, state: State) -> TokenLog | None:

@@ -31,7 +31,7 @@ class Buckets:
         if sizes is None:
             return Buckets()
         if not sizes or min(sizes) < 1:
-            raise ValueError(f"jit: buckets={list(sizes)!r}; give token counts of at least 1, or leave it out")
+            raise ValueError(f"jit: buckets={list(sizes)!r:.100}; give token counts of at least 1, or leave it out")
         return Buckets(tuple(sorted(set(sizes))))
 
     def at_least(self, count: int) -> int:

@@ -137,13 +137,13 @@ class Jitted:
         self._known: dict[str, tuple[weakref.ref[Any], Flat, int]] = {}
         self._said: dict[str, object] = {}
         if backend is not None and backend not in BACKENDS:
-            raise ValueError(f"jit: backend={backend!r} is not known; there are: {', '.join(BACKENDS)}")
+            raise ValueError(f"jit: backend={backend!r:.100} is not known; there are: {', '.join(BACKENDS)}")
         named = [("donate", name) for name in self.donate]
         named += [("fixed", name) for name in self.fixed - {"params"}]
         for option, name in named:
             if name not in self.signature.parameters:
                 takes = ", ".join(self.signature.parameters)
-                raise ValueError(f"jit: {option} names {name!r}, and {self.name} takes {takes}")
+                raise ValueError(f"jit: {option} names {name!r:.100}, and {self.name} takes {takes}")
 
     def __repr__(self) -> str:
         backend = self.backend or " or ".join(DEFAULTS.values())

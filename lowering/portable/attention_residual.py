@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..host import symbolic
 from ..ops.attention_residual import attention_residual
 from ..ops.widen import wide
 
@@ -17,7 +18,11 @@ again.
 """
 
 
-@attention_residual.kernel("torch_blocked", targets=("cpu",))
+def _refuse(bank, prefix, norm, proj, *, eps) -> str | None:
+    return "goes over tokens block by block, and their number is a symbol here" if symbolic(bank.shape[:1]) else None
+
+
+@attention_residual.kernel("torch_blocked", targets=("cpu",), refuse=_refuse)
 def _blocked(bank, prefix, norm, proj, *, eps):
     # No more than there are: Torch 2.10 does not trace a split of nothing into more.
     step = min(max(1, BLOCK // max((bank.shape[1] + 1) * bank.shape[2], 1)), bank.shape[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ..host import certainly
 from ..ops.mlp import swiglu
 from ..ops.moe import experts
 from ..target import EVERY
@@ -50,7 +51,7 @@ def _grouped(x, weights, ids, gate_up, down, *, caps=None):
 
 def _refuse_gathered(x, weights, ids, gate_up, down, *, caps=None) -> str | None:
     wanted, held = ids.numel(), gate_up.shape[0]
-    if wanted <= held:
+    if certainly(wanted <= held):
         return None
     return f"reads an expert for each choice, which pays up to as many as there are experts; {wanted} choices of {held}"
 

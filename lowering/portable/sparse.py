@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from ..host import symbolic
 from ..ops.sparse import expand_blocks, index_scores_topk, members, selected_slots, sparse_attention, visible_tokens
 from ..ops.widen import wide
 from ..rows import Rows
@@ -31,6 +32,9 @@ FEWER = 0.7
 WORTH = (3.0, 3.5)
 """How many times as many keys as one query selects such a product may take, to beat gathering them query by query: keys
 of 16 bits, which take half the time to gather, and of 32."""
+
+
+_SYMBOL = "goes over tokens block by block, and their number is a symbol here"
 
 
 def _refuse_wide(q, index_pages, rows, *, ratio, top_k) -> str | None:
@@ -92,7 +96,11 @@ def _held(pool: Tensor, table: list[int], count: int) -> Tensor:
     return pool[table[:used]].flatten(0, 1)[:count]
 
 
-@index_scores_topk.kernel("torch_blocked", targets=EVERY, refuse=_refuse_wide, batches=False)
+def _refuse_blocks(q, index_pages, rows, *, ratio, top_k) -> str | None:
+    return _SYMBOL if symbolic((rows.max_query,)) else _refuse_wide(q, index_pages, rows, ratio=ratio, top_k=top_k)
+
+
+@index_scores_topk.kernel("torch_blocked", targets=EVERY, refuse=_refuse_blocks, batches=False)
 def _select_blocked(q, index_pages, rows, *, ratio, top_k):
     q4 = wide(rows.rectangle(q))
     keys = wide(index_pages[rows.page_table].flatten(1, 2)).transpose(1, 2)
@@ -109,7 +117,11 @@ def _select_blocked(q, index_pages, rows, *, ratio, top_k):
     return torch.where(seen[:, None] > 0, rows.flat(best, q.shape[0]), -1)
 
 
-@expand_blocks.kernel("torch_blocked", targets=EVERY)
+def _refuse_expanded(blocks, rows, *, ratio) -> str | None:
+    return _SYMBOL if symbolic(blocks.shape[:1]) else None
+
+
+@expand_blocks.kernel("torch_blocked", targets=EVERY, refuse=_refuse_expanded)
 def _expand_blocked(blocks, rows, *, ratio):
     _, visible = visible_tokens(rows, blocks.shape[0])
     parts = zip(blocks.split(EXPANDED), visible.split(EXPANDED), strict=True)
@@ -253,7 +265,11 @@ def _grouped(q: Tensor, kv_heads: int) -> Tensor:
     return q.unflatten(1, (kv_heads, q.shape[1] // kv_heads))
 
 
-@sparse_attention.kernel("torch_blocked", targets=EVERY, batches=False, backward_once=True)
+def _refuse_attended(q, k_pages, v_pages, selected, rows, *, scale) -> str | None:
+    return _SYMBOL if symbolic(q.shape[:1]) else None
+
+
+@sparse_attention.kernel("torch_blocked", targets=EVERY, refuse=_refuse_attended, batches=False, backward_once=True)
 def _attend_blocked(q, k_pages, v_pages, selected, rows, *, scale):
     row, visible = visible_tokens(rows, q.shape[0])
     chosen = torch.where(visible[:, None] > 0, selected, -1)

@@ -85,7 +85,7 @@ def _words(tree: Any, schemes: Mapping[str, str], keep: Collection[str]) -> dict
     """The scheme of each projection that gets one."""
     unknown = sorted(set(schemes.values()) - set(FOR_LINEARS))
     if unknown:
-        raise ValueError(f"quantize: unknown scheme {', '.join(unknown)}; give one of {', '.join(FOR_LINEARS)}")
+        raise ValueError(f"quantize: unknown scheme {', '.join(unknown):.100}; give one of {', '.join(FOR_LINEARS)}")
     paths = [f"{node}.{name}" if node else name for node, names in projections(tree) for name in names]
     free = [path for path in paths if not _fits_any(keep, path)]
     idle = [pattern for pattern in schemes if not any(_fits_any((pattern,), path) for path in free)]

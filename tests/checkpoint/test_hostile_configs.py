@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 import funcmodels as fm
 import params
+from funcmodels.drafts.block_config import BlockConfig
 from funcmodels.drafts.block_config import read_config as read_block_config
 from tests.checkpoints import CONFIGS, DRAFTS, REFUSALS, bounded, written
 from tests.oracle.states import refuses
@@ -39,6 +41,18 @@ def test_no_integer_makes_work(name: str, tmp_path: Path) -> None:
         (directory / "config.json").write_text(json.dumps(changed(config, field, 2**14)))
         with bounded(1, 300):
             loaded_or_refused(name, directory)
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *DRAFTS])
+def test_every_field_may_hold_anything(name: str, tmp_path: Path) -> None:
+    """Those too that the config leaves to their defaults."""
+    directory = shutil.copytree(written(name), tmp_path / name)
+    config = json.loads((directory / "config.json").read_text())
+    for field in dataclasses.fields(BlockConfig if name in DRAFTS else fm.build(config).config):
+        for value in (-1, 0, True, "x", [], {}, [None], 1e308):
+            (directory / "config.json").write_text(json.dumps(config | {field.name: value}))
+            with bounded(1, 100):
+                loaded_or_refused(name, directory)
 
 
 def loaded_or_refused(name: str, directory: Path) -> None:

@@ -139,7 +139,7 @@ def test_a_law_that_the_drafts_were_not_drawn_from_fails(propose: Propose) -> No
     assert chi_square_of_all(toy, stream(toy)) > 1e-3
 
 
-def whole_law(p: Tensor, q: Tensor, keys: Tensor) -> Tensor:
+def whole_law(p: Tensor, q: Tensor, keys: Tensor, numbers: None) -> Tensor:
     return first_of(p.log(), p > 0, keys)
 
 

@@ -155,11 +155,19 @@ def logits(model: fm.Model) -> torch.nn.Module:
     return Logits()
 
 
+EXPORTED = [("qwen_dense", False), ("qwen_dense", True), ("kimi_k3", False), ("flash_next", False)]
+"""Families between which all kernels stand that go over tokens, and whether the export is strict."""
+
+
 @pytest.mark.compile
-@pytest.mark.parametrize("strict", [False, True])
-def test_an_exported_forward_takes_other_batches(strict: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "strict"),
+    [*EXPORTED, *(pytest.param(kind, strict, marks=pytest.mark.sweep)
+                  for kind in KINDS for strict in (False, True) if (kind, strict) not in EXPORTED)],
+)  # fmt: skip
+def test_an_exported_forward_takes_other_batches(kind: str, strict: bool) -> None:
     """Any number of tokens within the bound that the batch's `max_query` is; and the same again from its file."""
-    model, params = made("qwen_dense")
+    model, params = made(kind)
 
     def batch(count: int) -> fm.Batch:
         return fm.Batch.from_lists([list(range(1, count + 1)), [4, 5]]).pad(count + 2, max_query=20)
@@ -177,17 +185,28 @@ def test_an_exported_forward_takes_other_batches(strict: bool) -> None:
             torch.testing.assert_close(program.module()(params, given), expected, rtol=1e-4, atol=1e-5)
 
 
+FRAMES = {"kimi_linear": 5, "kimi_k3": 5, "flash_next": 4}
+"""Most compilations over all lengths, of families with kernels that work in blocks: one more a range of lengths."""
+
+
 @pytest.mark.compile
-@pytest.mark.parametrize("kind", ["gemma3", pytest.param("qwen_dense", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in ("gemma3", "flash_next") else pytest.param(kind, marks=pytest.mark.sweep) for kind in KINDS],
+)
 def test_a_compiled_forward_is_compiled_once_for_all_lengths(kind: str) -> None:
     """Once for the first one, and once for any; and again under another policy of this thread."""
     model, params = made(kind)
+    torch._dynamo.reset()  # what other families compiled counts towards the most of one function
     counter = CompileCounter()
     compiled = torch.compile(model.forward, fullgraph=True, backend=counter)
     for count in (5, 9, 20, 8, 31, *range(10, 25)):
         batch = fm.Batch.from_lists([[token % 60 for token in range(count)], [4, 5]])
         found, expected = (run(params, None, batch)[0].logits for run in (compiled, model.forward))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert 2 <= counter.frame_count <= FRAMES.get(kind, 2)
+    if kind != "gemma3":
+        return
     other = lowering.use(attention="torch")
     with ThreadPoolExecutor(1) as thread:
         thread.submit(other.__enter__).result()

@@ -6,6 +6,7 @@ import io
 import math
 from typing import Any
 
+import numpy
 import optree
 import pytest
 import torch
@@ -95,6 +96,23 @@ def test_unknown_initialiser() -> None:
     wrong: Any = params.unchecked(TensorSpec, shape=(1,), init="gauss", dtype=None, parts=None)
     with pytest.raises(ValueError, match="unknown initialiser 'gauss'"):
         params.init({"x": wrong})
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("seed", ["a", 1.0, None, True, float("nan"), [1], torch.tensor(1.0)])
+def test_seeds_that_are_no_integers(seed: Any) -> None:
+    with pytest.raises(TypeError, match="seed must be an integer, found"):
+        params.init({"x": TensorSpec((2,), "normal")}, seed)
+
+
+@pytest.mark.plain
+def test_a_seed_is_its_number() -> None:
+    """Of whichever type and size."""
+    kinds: Any = (torch.tensor(3), numpy.int8(3), 3)
+    spec: Any = TensorSpec((2,), "normal")
+    drawn = [params.init(spec, seed) for seed in (*kinds, -1, 2**70)]
+    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
+    assert not any(torch.equal(drawn[0], other) for other in drawn[3:])
 
 
 def test_trees_pass_through_pickle_without_trust_and_through_optree(oracle: Any, spec_of: Any) -> None:

@@ -239,6 +239,35 @@ def test_what_cannot_be_a_file_is_refused_first(model: Any, spec_of: Any, tmp_pa
     assert not (tmp_path / "meta").exists()
 
 
+@pytest.mark.plain
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [
+        ("a\0b", params.CheckpointError, "has a NUL character"),
+        ("", params.CheckpointError, "is empty; give a path"),
+        ("a\ud800", params.CheckpointError, "has characters that no file name may"),
+        (None, TypeError, "must be a path"),
+        (b"a", TypeError, "must be a path, found b'a'"),
+        (3, TypeError, "must be a path, found 3"),
+    ],
+)
+def test_what_is_no_path_is_refused_before_any_work(path: Any, error: type[Exception], message: str) -> None:
+    nothing: Any = None
+    with pytest.raises(error, match=f"the directory to save to {message}"):
+        params.save(nothing, path, nothing, nothing, {})
+    for call in params.tensor_names, params.read_config:
+        with pytest.raises(error, match=f"the directory of a checkpoint {message}"):
+            call(path)
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("limit", [0, -1, 0.5, True, float("nan"), "5GB", None])
+def test_limits_that_are_no_number_of_bytes(limit: Any, tmp_path: Path) -> None:
+    nothing: Any = None
+    with pytest.raises(ValueError, match="max_shard_bytes must be a number of bytes, at least 1, found"):
+        params.save(nothing, tmp_path, nothing, nothing, {}, max_shard_bytes=limit)
+
+
 def test_a_leaf_in_another_memory_order(oracle: Any, spec_of: Any, tmp_path: Path) -> None:
     """Leaves that are not contiguous are saved by value."""
     model = oracle("moe")

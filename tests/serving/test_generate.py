@@ -316,7 +316,27 @@ WRONG_TYPES = [
     ({"eos": 2.0}, r"eos must be a list of integer token ids, found \[2.0\]"),
     ({"eos": "end"}, "eos must be a list of integer token ids, found 'end'"),
     ({"sampling": [0.8, 0.8]}, "sampling must be a Sampling, found 0.8"),
+    ({"sampling": 0.8}, "sampling must be a list with one a prompt, found 0.8"),
+    ({"prompts": 5}, "prompts must be a list with one a prompt, found 5"),
+    ({"prompts": [[1], [True]]}, r"prompt 1 must be a list of integer token ids, found \[True\]"),
+    ({"numbers": 5}, "numbers must be a list with one a prompt, found 5"),
+    ({"max_new_tokens": True}, "max_new_tokens must be an integer, found True"),
+    ({"rows": True}, "rows must be an integer, found True"),
+    ({"stream": 5}, "stream must be a function that takes an Event, found 5"),
 ]
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("requests", [5, [5], [[1]], ["x"], [None]])
+def test_what_are_no_requests(requests: Any, loaded: tuple[fm.Model, Any]) -> None:
+    with pytest.raises(TypeError, match=r"serve: expected a list of fm\.Request, found"):
+        fm.serve(loaded[0], None, requests)
+
+
+@pytest.mark.plain
+def test_prompts_may_come_from_an_iterator(loaded: tuple[fm.Model, Any]) -> None:
+    given: Any = iter([[1], [2]])
+    assert tokens(fm.generate(*loaded, given, 3)) == tokens(fm.generate(*loaded, [[1], [2]], 3))
 
 
 @pytest.mark.plain

@@ -429,6 +429,8 @@ def test_states_that_fit_nowhere(given: dict[str, Any], message: str, one: Pair)
         ([[1], [2.0]], "row 1, token 0: 2.0 is no token id"),
         ([[None]], "row 0, token 0: None is no token id"),
         ([5], "row 0: expected a list of token ids, found 5"),
+        (5, "expected a list of token ids a row, found 5"),
+        ([[1, True]], "row 0, token 1: True is no token id"),
     ],
 )
 def test_lists_of_what_are_no_tokens(lists: Any, message: str, state: fm.State) -> None:
@@ -620,11 +622,15 @@ def test_a_state_is_not_for_torch_export(one: Pair) -> None:
 def test_what_is_no_state_and_no_batch(one: Pair, state: fm.State) -> None:
     calls: list[Callable[[Any], Any]] = [
         fm.fork, fm.release, fm.read_lengths, lambda what: fm.commit(what, [0]), lambda what: fm.select(what, [0]),
+        lambda what: fm.check(fm.Batch.from_lists([[1]]), what),
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(TypeError, match=r"expected a State, found a str; make one with model\.init_state"):
             call("a")
     with pytest.raises(TypeError, match=r"expected a Batch, found a list; make one with Batch\.from_lists"):
         one.model.forward(one.params, state, [[1], [2]])
+    nothing: Any = 5
+    with pytest.raises(TypeError, match=r"check: expected a Batch, found a int; make one with Batch\.from_lists"):
+        fm.check(nothing)
     with pytest.raises(ValueError, match=r"device 'cuda:99' cannot be used here: "):
         one.model.init_state(1, 4, device="cuda:99")

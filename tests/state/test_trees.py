@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+from dataclasses import replace
 from typing import Any
 
+import optree
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -118,8 +121,23 @@ def test_a_state_moved_and_back_continues_exactly(kind: str) -> None:
     assert after == expected
 
 
+def saved_and_loaded(state: fm.State) -> fm.State:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)  # without trust in who wrote it
+
+
+WAYS = {
+    "deep copy": copy.deepcopy, "pickle": lambda state: pickle.loads(pickle.dumps(state)), "torch": saved_and_loaded,
+    "map": lambda state: params.tree_map(torch.clone, state),
+    "optree": lambda state: optree.tree_map(torch.clone, state),
+    "dtypes": lambda state: params.to(params.to(state, dtype=torch.float64), dtype=torch.float32),
+}  # fmt: skip
+
+
 @kinds
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
+@pytest.mark.parametrize("duplicate", WAYS.values(), ids=WAYS)
 def test_a_copy_is_independent_and_holds_only_its_own_pages(kind: str, duplicate: Any) -> None:
     one = pair(kind, 0)
     state = started(one, pages=12, checked=True)
@@ -136,6 +154,101 @@ def test_a_copy_is_independent_and_holds_only_its_own_pages(kind: str, duplicate
     fm.release(twin)
     assert pool.free == 12
     advance(one, state, [[1], []])
+
+
+@pytest.mark.parametrize("duplicate", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("pages", [None, 12])
+@pytest.mark.parametrize("keep_steps", [False, True])
+def test_a_copy_and_its_original_go_different_ways(duplicate: Any, pages: int | None, keep_steps: bool) -> None:
+    """Turn by turn, and each is what it would be alone; what one has released the other still has."""
+    one = pair("dense", 0)
+    state = advance(one, started(one, pages=pages), [[1, 2], [3]], keep_steps=keep_steps)[1]
+    twin = duplicate(state)
+    if keep_steps:
+        state, twin = fm.commit(state, [1, 1]), fm.commit(twin, [2, 0])
+    lines = [(state, [[5], [6]]), (twin, [[7], [8]])]
+    alone = [advance(one, advance(one, fm.fork(branch), ids)[1], ids)[1] for branch, ids in lines]
+    for _ in range(2):
+        lines = [(advance(one, branch, ids)[1], ids) for branch, ids in lines]
+    for (branch, _), right in zip(lines, alone, strict=True):
+        assert_rows_close(branch, right)
+    fm.release(lines[0][0])
+    advance(one, lines[1][0], [[1], []])
+    with pytest.raises(fm.StateError, match="released"):
+        advance(one, state, [[1], []])
+
+
+def test_another_name_for_a_state_is_no_copy() -> None:
+    """Its tensors are the same, so one continuation makes the other stale."""
+    one = pair("dense", 0)
+    for same in (copy.copy, replace, lambda state: params.tree_map(lambda leaf: leaf, state)):
+        state = started(one)
+        _, after = advance(one, state, [[1], []])
+        advance(one, same(state), [[2], []])
+        with pytest.raises(fm.StaleStateError, match="row 0 of this state is stale"):
+            advance(one, after, [[3], []])
+
+
+def test_a_copy_of_a_released_state_is_released() -> None:
+    one = pair("dense", 0)
+    for duplicate in WAYS.values():
+        with pytest.raises(fm.StateError, match="released"):
+            advance(one, duplicate(fm.release(started(one))), [[1], []])
+
+
+def test_states_may_be_stacked_and_told_apart_again() -> None:
+    """What a map makes of them need not be a state."""
+    one = pair("dense", 0)
+    state = started(one)
+    two = params.tree_map(lambda *parts: torch.stack(parts), state, params.tree_map(torch.clone, state))
+    assert two.lengths.shape == (2, 2)
+    with pytest.raises(fm.StateError, match="made by a map"):
+        advance(one, two, [[1], [2]])
+    assert params.tree_map(lambda part: list(part.shape), state).lengths == [2]
+
+
+def test_a_map_that_makes_another_state_is_refused_where_it_is_used() -> None:
+    one = pair("dense", 0)
+    empty, state = one.model.init_state(2, 24, page_size=4), started(one)
+    for value in (empty, state):
+        zeros = params.tree_map(torch.zeros_like, value)
+        with pytest.raises(fm.StateError, match=r"made by a map that changed its lengths or its page.*init_state"):
+            advance(one, zeros, [[1], [2]])
+
+
+PARTS = [
+    (lambda state: {"lengths": state.lengths - 1}, r"lengths are \[8, 1\], and by its ledger it holds \[9, 2\]"),
+    (lambda state: {"max_len": 99}, r"page table is \[2, 6\], and 2 rows of max_len=99 in pages of 4 take \[2, 25\]"),
+    (lambda state: {"page_size": 8}, r"max_len=24 in pages of 8 take \[2, 3\]"),
+    (
+        lambda state: {"layers": params.tree_map(torch.clone, state.layers)},
+        "pools of pages are not those of its ledger",
+    ),
+]
+
+
+@pytest.mark.parametrize(("parts", "message"), PARTS)
+def test_parts_of_a_state_that_do_not_belong_together(parts: Any, message: str) -> None:
+    one = pair("dense", 0)
+    state = started(one)
+    wrong = replace(state, **parts(state))
+    for use in (lambda: advance(one, wrong, [[1], []]), lambda: fm.fork(wrong), lambda: fm.select(wrong, [0])):
+        with pytest.raises(fm.StateError, match=message):
+            use()
+
+
+def test_a_state_whose_pools_autograd_copied_is_one_value_under_every_name() -> None:
+    one = pair("dense", 0)
+    tree = params.tree_map(lambda leaf: leaf.detach().requires_grad_(), one.params)
+    batch = fm.Batch.from_lists([[5], [6]])
+    with torch.enable_grad():
+        _, state = one.model.forward(tree, started(one), batch)
+    same = params.tree_map(lambda leaf: leaf, state)
+    with torch.no_grad():
+        _, after = advance(one, state, [[1], []])
+        advance(one, same, [[2], []])
+        with pytest.raises(fm.StaleStateError, match="row 0"):
+            advance(one, after, [[3], []])
 
 
 def test_states_copied_together_share_a_pool() -> None:
