@@ -6,7 +6,7 @@ import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from .output import LogitsOf, Output, check_logits, mark_lengths
 from .state import state as states
 from .state.batch import Batch, check_ids
 from .state.pages import MOST_PAGES, PagePool
+from .state.space import Space
 from .state.state import Entry, State
 
 S = TypeVar("S", State, None)
@@ -130,20 +131,20 @@ class Model:
         `layout` is that of pages of latents, "nd" for plain and "nz" for Ascend's tiled ones; by default it follows the
         target in force.
         """
-        chosen = {} if layout is None else {"layout": self._known_layout(layout)}
-        entries = partial(self.family.init_entries, self.local, **chosen)
+        known = None if layout is None else self._known_layout(layout)
+
+        def entries(space: Space) -> tuple[Entry, ...]:
+            return self.family.init_entries(self.local, replace(space, layout=known))
+
         kinds = (dtype, recurrent_dtype)
         return self.empty_state(entries, rows, max_len, *kinds, device, page_size, pages, checked)
 
     def empty_state(
-        self, entries: Callable[..., tuple[Entry, ...]], rows: int, max_len: int, dtype: torch.dtype | None = None,
+        self, entries: Callable[[Space], tuple[Entry, ...]], rows: int, max_len: int, dtype: torch.dtype | None = None,
         recurrent_dtype: torch.dtype | None = None, device: torch.device | str | None = None, page_size: int = 128,
         pages: int | None = None, checked: bool = False,
     ) -> State:  # fmt: skip
-        """What `init_state` makes, of these `entries`: a draft's own state.
-
-        `entries(rows, pages, page_size, dtype, recurrent_dtype, device)` makes them.
-        """
+        """What `init_state` makes, of what `entries(space)` gives: a draft's own state."""
         for name, value in (("rows", rows), ("max_len", max_len), ("page_size", page_size), ("pages", pages)):
             if value is not None or name != "pages":
                 at_least_one(f"init_state: {name}", value, MOST_PAGES if name == "pages" else 2**31 - 1)
@@ -161,7 +162,7 @@ class Model:
                 raise TypeError(f"init_state: dtype and recurrent_dtype must be a torch.dtype, found {kind!r:.100}")
             if not kind.is_floating_point:
                 raise ValueError(f"init_state: a state holds floating-point values, found dtype {kind}")
-        layers = entries(rows, pool.pages, page_size, *kinds, device)
+        layers = entries(Space(rows, pool.pages, page_size, *kinds, device))
         return states.empty(
             layers, rows=rows, max_len=max_len, page_size=page_size, pool=pool, vocab=self.config.vocab_size,
             device=device, checked=checked,

@@ -16,6 +16,7 @@ from params.spec import leaf
 from params.tree import exactly, tree
 
 from ..blocks.linear import Linear, Norm, project
+from ..state.space import Space
 from ..state.state import Recurrent
 from ..state.step import Step
 
@@ -74,14 +75,12 @@ class DeltaNetState(Recurrent):
         return DeltaNetState(window, self.trail.delta.at(accepted))
 
 
-def delta_net_state(
-    rows: int, k_heads: int, v_heads: int, k_dim: int, v_dim: int, width: int,
-    dtype: torch.dtype, recurrent_dtype: torch.dtype, device: torch.device,
-) -> DeltaNetState:  # fmt: skip
+def delta_net_state(space: Space, k_heads: int, v_heads: int, k_dim: int, v_dim: int, width: int) -> DeltaNetState:
     """Zeros for every row and the scratch slot."""
-    channels = 2 * k_heads * k_dim + v_heads * v_dim
-    window = torch.zeros(rows + 1, width - 1, channels, dtype=dtype, device=device)
-    return DeltaNetState(window, torch.zeros(rows + 1, v_heads, v_dim, k_dim, dtype=recurrent_dtype, device=device))
+    slots, device, channels = space.rows + 1, space.device, 2 * k_heads * k_dim + v_heads * v_dim
+    window = torch.zeros(slots, width - 1, channels, dtype=space.dtype, device=device)
+    state = torch.zeros(slots, v_heads, v_dim, k_dim, dtype=space.recurrent_dtype, device=device)
+    return DeltaNetState(window, state)
 
 
 def delta_net(

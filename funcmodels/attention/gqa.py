@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from einops import rearrange
@@ -15,6 +15,7 @@ from params.tree import tree
 
 from ..blocks.linear import BiasedLinear, Linear, Norm, normalised, project
 from ..errors import StateError
+from ..state.space import Space
 from ..state.state import Appended
 from ..state.step import Step, writable
 
@@ -66,12 +67,29 @@ class KeyValuePages(Appended):
     v: Float[Tensor, "pages page_size kv_heads head_dim"]
 
 
-def key_value_pages(
-    pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> KeyValuePages:
-    """Empty pages 0..`pages`, page 0 being scratch."""
-    shape = (pages + 1, page_size, kv_heads, head_dim)
-    return KeyValuePages(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+class HasHeads(Protocol):
+    """What a config says of its attention."""
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Heads of keys and values."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        ...
+
+
+def key_value_pages(space: Space, config: HasHeads) -> KeyValuePages:
+    """Empty pages of a layer, page 0 being scratch."""
+    shape = (space.pages + 1, space.page_size, config.num_key_value_heads, config.head_dim)
+    return KeyValuePages(*(torch.zeros(shape, dtype=space.dtype, device=space.device) for _ in range(2)))
+
+
+def key_value_layers(space: Space, config: HasHeads, layers: int) -> tuple[KeyValuePages, ...]:
+    """Empty pages of so many layers."""
+    return tuple(key_value_pages(space, config) for _ in range(layers))
 
 
 def attention(

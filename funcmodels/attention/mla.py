@@ -24,6 +24,7 @@ from params.tree import exactly, leaves, put, tree
 
 from ..blocks.linear import BiasedLinear, Linear, Norm, PrepareWeight, normalised, project
 from ..errors import StateError
+from ..state.space import Space
 from ..state.state import Appended
 from ..state.step import Step, writable
 
@@ -88,13 +89,11 @@ class LatentPages(Appended):
     rope: NdPages | NzPages
 
 
-def latent_pages(
-    pages: int, page_size: int, latent_dim: int, rope_dim: int, dtype: torch.dtype, device: torch.device,
-    layout: str | None,
-) -> LatentPages:  # fmt: skip
-    """Empty pages 0..`pages`, page 0 being scratch, in the layout called so or the one that suits the target."""
-    kind = layout_for(layout, device, dtype, page_size, (latent_dim, rope_dim))
-    return LatentPages(*(kind.empty(pages + 1, page_size, width, dtype, device) for width in (latent_dim, rope_dim)))
+def latent_pages(space: Space, latent_dim: int, rope_dim: int) -> LatentPages:
+    """Empty pages of a layer, page 0 being scratch, in the space's layout or the one that suits the target."""
+    size, where, widths = space.page_size, (space.dtype, space.device), (latent_dim, rope_dim)
+    kind = layout_for(space.layout, space.device, space.dtype, size, widths)
+    return LatentPages(*(kind.empty(space.pages + 1, size, width, *where) for width in widths))
 
 
 def latent_attention(

@@ -21,6 +21,7 @@ from params.tree import exactly, tree
 
 from ..blocks.linear import GemmaNorm, Linear, Norm, normalised, project
 from ..errors import StateError
+from ..state.space import Space
 from ..state.state import Appended
 from ..state.step import Step, writable
 from .gqa import KeyValuePages, attend, check_heads
@@ -91,11 +92,9 @@ class Selection:
     gate: Float[Tensor, "tokens heads head_dim"]
 
 
-def indexed_pages(
-    pages: int, page_size: int, kv_heads: int, head_dim: int, index: IndexSizes,
-    dtype: torch.dtype, device: torch.device,
-) -> IndexedPages:  # fmt: skip
-    """Empty pages 0..`pages`, page 0 being scratch. `ValueError` unless a page holds whole blocks."""
+def indexed_pages(space: Space, kv_heads: int, head_dim: int, index: IndexSizes) -> IndexedPages:
+    """Empty pages of a layer, page 0 being scratch. `ValueError` unless a page holds whole blocks."""
+    page_size = space.page_size
     if page_size % index.ratio:
         raise ValueError(
             f"init_state: page_size {page_size} is not a multiple of {index.ratio}, the tokens of an index block; "
@@ -103,7 +102,8 @@ def indexed_pages(
         )
     kv, raw = (page_size, kv_heads, head_dim), (page_size, index.dim)
     shapes = (kv, kv, raw, (page_size // index.ratio, index.dim))
-    return IndexedPages(*(torch.zeros(pages + 1, *shape, dtype=dtype, device=device) for shape in shapes))
+    kind = {"dtype": space.dtype, "device": space.device}
+    return IndexedPages(*(torch.zeros(space.pages + 1, *shape, **kind) for shape in shapes))
 
 
 def indexed_attention(

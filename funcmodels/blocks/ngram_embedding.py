@@ -23,6 +23,7 @@ from params.constants import Constant
 from params.spec import leaf
 from params.tree import exactly, static, tree
 
+from ..state.space import Space
 from ..state.state import Recurrent
 from ..state.step import Step
 from .linear import Linear, Norm, project
@@ -113,12 +114,11 @@ def shard_rows(rows: int, shards: int) -> tuple[int, ...]:
     return tuple(min(each, rows - start) for start in range(0, rows, each))
 
 
-def ngram_state(
-    rows: int, hidden: int, streams: int, *, width: int, order: int, dtype: torch.dtype, device: torch.device
-) -> NgramState:
+def ngram_state(space: Space, hidden: int, streams: int, *, width: int, order: int) -> NgramState:
     """Zeros for every row and the scratch slot. The convolution's taps lie `order` tokens apart."""
-    window = torch.zeros(rows + 1, (width - 1) * order, streams * hidden, dtype=dtype, device=device)
-    return NgramState(window, torch.zeros(rows + 1, order - 1, dtype=torch.int64, device=device))
+    slots, device = space.rows + 1, space.device
+    window = torch.zeros(slots, (width - 1) * order, streams * hidden, dtype=space.dtype, device=device)
+    return NgramState(window, torch.zeros(slots, order - 1, dtype=torch.int64, device=device))
 
 
 def ngram_embedding(

@@ -24,7 +24,7 @@ from params.modes import lasting
 from params.spec import leaf
 from params.tree import exactly, put, tree
 
-from ..attention.gqa import Attention, KeyValuePages, key_value_pages
+from ..attention.gqa import Attention, KeyValuePages, key_value_layers
 from ..blocks.linear import (
     GemmaNorm,
     Linear,
@@ -40,6 +40,7 @@ from ..model import Model, at_least_one
 from ..output import Output
 from ..sampling.draws import DraftNoise
 from ..state.batch import Batch
+from ..state.space import Space
 from ..state.state import State, check_usable, commit, like, rewound
 from ..state.step import Step, begin, finish, text_positions, writable
 from .block_config import BlockConfig
@@ -213,12 +214,8 @@ class BlockDraft(Draft):
         at_least_one("own_state: max_len", max_len)
         return self.model.empty_state(self._entries, rows, max_len + self.config.block, dtype, None, device, page_size)
 
-    def _entries(
-        self, rows: int, pages: int, page_size: int, dtype: torch.dtype, recurrent_dtype: torch.dtype, device: Any
-    ) -> tuple[KeyValuePages, ...]:
-        config = self.config
-        kv = (pages, page_size, config.num_key_value_heads, config.head_dim, dtype, device)
-        return tuple(key_value_pages(*kv) for _ in range(config.num_hidden_layers))
+    def _entries(self, space: Space) -> tuple[KeyValuePages, ...]:
+        return key_value_layers(space, self.config, self.config.num_hidden_layers)
 
     @captured_with(extend_inputs)
     @lasting

@@ -66,7 +66,7 @@ class MtpDraft(Draft):
     def init_state(self, state: State) -> State:
         """An empty state of the head for the rows of `state`, which must be empty too (`StateError` if not)."""
         check_empty(state)
-        return like(state, lambda *sizes: self.head.init_entries(self.model.local, *sizes))
+        return like(state, partial(self.head.init_entries, self.model.local))
 
     @lasting
     def own_state(

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -31,6 +30,7 @@ from ..blocks.mlp import GroupedMoe, Mlp, grouped_moe, mlp
 from ..family import Family
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state.batch import Batch
+from ..state.space import Space
 from ..state.state import Entry, State
 from ..state.step import begin, finish, text_positions
 from .deepseek_v2_config import LATENT_EPS, DeepseekV2Config, read_config
@@ -77,15 +77,10 @@ class DeepseekV2Params:
         return DeepseekV2Params(Embedding.spec(vocab, hidden), layers, Norm.spec(hidden), head)
 
 
-def init_entries(
-    config: DeepseekV2Config, rows: int, pages: int, page_size: int,
-    dtype: torch.dtype, recurrent_dtype: torch.dtype, device: torch.device, layout: str | None = None,
-) -> tuple[Entry, ...]:  # fmt: skip
+def init_entries(config: DeepseekV2Config, space: Space) -> tuple[Entry, ...]:
     """One empty entry a layer."""
     widths = config.kv_lora_rank, config.qk_rope_head_dim
-    return tuple(
-        latent_pages(pages, page_size, *widths, dtype, device, layout) for _ in range(config.num_hidden_layers)
-    )
+    return tuple(latent_pages(space, *widths) for _ in range(config.num_hidden_layers))
 
 
 def forward(

@@ -18,7 +18,7 @@ from lowering import ops
 from params.names.gemma3 import NAMES
 from params.tree import tree
 
-from ..attention.gqa import Attention, KeyValuePages, attention, key_value_pages
+from ..attention.gqa import Attention, KeyValuePages, attention, key_value_layers
 from ..blocks.linear import (
     Embedding,
     GemmaNorm,
@@ -34,6 +34,7 @@ from ..blocks.mlp import Mlp
 from ..family import Family
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state.batch import Batch
+from ..state.space import Space
 from ..state.state import Entry, State
 from ..state.step import Step, begin, finish, text_positions
 from .gemma3_config import GLOBAL, LOCAL, Gemma3Config, read_config
@@ -77,13 +78,9 @@ class Gemma3Params:
         return Gemma3Params(Embedding.spec(vocab, hidden), layers, GemmaNorm.spec(hidden), head)
 
 
-def init_entries(
-    config: Gemma3Config, rows: int, pages: int, page_size: int,
-    dtype: torch.dtype, recurrent_dtype: torch.dtype, device: torch.device,
-) -> tuple[Entry, ...]:  # fmt: skip
+def init_entries(config: Gemma3Config, space: Space) -> tuple[Entry, ...]:
     """One empty entry a layer. Local layers keep every key too: dropping tokens brings those before a window back."""
-    kv = (pages, page_size, config.num_key_value_heads, config.head_dim, dtype, device)
-    return tuple(key_value_pages(*kv) for _ in config.layer_types)
+    return key_value_layers(space, config, config.num_hidden_layers)
 
 
 def forward(

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -39,6 +38,7 @@ from ..blocks.mlp import (
 from ..family import Family
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state.batch import Batch
+from ..state.space import Space
 from ..state.state import Entry, State
 from ..state.step import Step, begin, finish
 from .kimi_linear_config import LATENT_EPS, KimiLinearConfig, read_config
@@ -102,18 +102,13 @@ class KimiLinearParams:
         )
 
 
-def init_entries(
-    config: KimiLinearConfig, rows: int, pages: int, page_size: int,
-    dtype: torch.dtype, recurrent_dtype: torch.dtype, device: torch.device, layout: str | None = None,
-) -> tuple[Entry, ...]:  # fmt: skip
+def init_entries(config: KimiLinearConfig, space: Space) -> tuple[Entry, ...]:
     """One empty entry a layer."""
     heads, dim = config.linear_num_heads, config.linear_head_dim
     sizes = (heads, heads, dim, dim, config.linear_conv_kernel_dim)
     widths = config.kv_lora_rank, config.qk_rope_head_dim
     return tuple(
-        delta_net_state(rows, *sizes, dtype, recurrent_dtype, device)
-        if config.is_linear(index)
-        else latent_pages(pages, page_size, *widths, dtype, device, layout)
+        delta_net_state(space, *sizes) if config.is_linear(index) else latent_pages(space, *widths)
         for index in range(config.num_hidden_layers)
     )
 

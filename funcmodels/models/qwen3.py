@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from lowering import ops
 from params.names.qwen3 import NAMES
 from params.tree import tree
 
-from ..attention.gqa import Attention, KeyValuePages, attention, key_value_pages
+from ..attention.gqa import Attention, KeyValuePages, attention, key_value_layers
 from ..blocks.decoder import decoder_layers
 from ..blocks.linear import Embedding, Linear, Norm, head_weight, look_up
 from ..blocks.mlp import Mlp, mlp
 from ..family import Family
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state.batch import Batch
+from ..state.space import Space
 from ..state.state import Entry, State
 from ..state.step import begin, finish, text_positions
 from .qwen3_config import Qwen3Config, read_config
@@ -62,13 +62,9 @@ class Qwen3Params:
         return Qwen3Params(Embedding.spec(vocab, hidden), layers, Norm.spec(hidden), head)
 
 
-def init_entries(
-    config: Qwen3Config, rows: int, pages: int, page_size: int,
-    dtype: torch.dtype, recurrent_dtype: torch.dtype, device: torch.device,
-) -> tuple[Entry, ...]:  # fmt: skip
+def init_entries(config: Qwen3Config, space: Space) -> tuple[Entry, ...]:
     """One empty entry a layer."""
-    kv = (pages, page_size, config.num_key_value_heads, config.head_dim, dtype, device)
-    return tuple(key_value_pages(*kv) for _ in config.layer_types)
+    return key_value_layers(space, config, config.num_hidden_layers)
 
 
 def forward(

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from params.names.qwen3_5 import NAMES
 
 from ..attention.gated_delta import DeltaNetState, delta_net_state
@@ -17,6 +15,7 @@ from ..blocks.linear import head_weight, look_up
 from ..family import Family, MtpHead
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state.batch import Batch
+from ..state.space import Space
 from ..state.state import Entry, State
 from ..state.step import begin, finish
 from .qwen3_5_config import Qwen35Config, read_config
@@ -24,15 +23,10 @@ from .qwen3_5_layers import Qwen35Params, decoder_layers
 from .qwen3_5_mtp import mtp_entries, mtp_forward, mtp_read
 
 
-def init_entries(
-    config: Qwen35Config, rows: int, pages: int, page_size: int,
-    dtype: torch.dtype, recurrent_dtype: torch.dtype, device: torch.device,
-) -> tuple[Entry, ...]:  # fmt: skip
+def init_entries(config: Qwen35Config, space: Space) -> tuple[Entry, ...]:
     """One empty entry a layer."""
-    kv = (pages, page_size, config.num_key_value_heads, config.head_dim, dtype, device)
-    recurrent = {"dtype": dtype, "recurrent_dtype": recurrent_dtype, "device": device}
     return tuple(
-        key_value_pages(*kv) if kind == "full_attention" else delta_net_state(rows, **config.delta_sizes, **recurrent)
+        key_value_pages(space, config) if kind == "full_attention" else delta_net_state(space, **config.delta_sizes)
         for kind in config.layer_types
     )
 

@@ -11,23 +11,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..attention.gqa import KeyValuePages, key_value_pages
+from ..attention.gqa import KeyValuePages, key_value_layers
 from ..blocks.linear import head_weight, look_up, normalised, project
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state.batch import Batch
+from ..state.space import Space
 from ..state.state import Entry, State
 from ..state.step import begin, finish
 from .qwen3_5_config import Qwen35Config
 from .qwen3_5_layers import Qwen35Params, decoder_layers
 
 
-def mtp_entries(
-    config: Qwen35Config, rows: int, pages: int, page_size: int,
-    dtype: torch.dtype, recurrent_dtype: torch.dtype, device: torch.device,
-) -> tuple[Entry, ...]:  # fmt: skip
+def mtp_entries(config: Qwen35Config, space: Space) -> tuple[Entry, ...]:
     """One empty entry a layer of the draft head, all of them attention."""
-    kv = (pages, page_size, config.num_key_value_heads, config.head_dim, dtype, device)
-    return tuple(key_value_pages(*kv) for _ in range(config.mtp_num_hidden_layers))
+    return key_value_layers(space, config, config.mtp_num_hidden_layers)
 
 
 def mtp_forward(

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from params.names.qwen3_8_flash_next import NAMES
 
 from ..attention.gated_delta import DeltaNetState, delta_net_state
@@ -21,6 +19,7 @@ from ..blocks.ngram_embedding import ngram_state
 from ..family import Family, MtpHead
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state.batch import Batch
+from ..state.space import Space
 from ..state.state import Entry, State
 from ..state.step import begin, finish
 from .qwen3_8_flash_next_config import INDEXED, FlashNextConfig, read_config
@@ -28,21 +27,17 @@ from .qwen3_8_flash_next_layers import FlashNextParams, NgramLayerState, decoder
 from .qwen3_8_flash_next_mtp import mtp_entries, mtp_forward, mtp_read
 
 
-def init_entries(
-    config: FlashNextConfig, rows: int, pages: int, page_size: int,
-    dtype: torch.dtype, recurrent_dtype: torch.dtype, device: torch.device,
-) -> tuple[Entry, ...]:  # fmt: skip
+def init_entries(config: FlashNextConfig, space: Space) -> tuple[Entry, ...]:
     """One empty entry a layer."""
-    recurrent = {"dtype": dtype, "recurrent_dtype": recurrent_dtype, "device": device}
-    sizes = {"width": config.ple_conv_kernel_size, "order": config.ngram_size, "dtype": dtype, "device": device}
+    sizes = {"width": config.ple_conv_kernel_size, "order": config.ngram_size}
 
     def entry(layer: int, kind: str) -> Entry:
         if kind == INDEXED:
-            return index_entry(config, pages, page_size, dtype, device)
-        delta = delta_net_state(rows, **config.delta_sizes, **recurrent)
+            return index_entry(config, space)
+        delta = delta_net_state(space, **config.delta_sizes)
         if config.ple_index(layer) is None:
             return delta
-        return NgramLayerState(delta, ngram_state(rows, config.hidden_size, config.hc_count, **sizes))
+        return NgramLayerState(delta, ngram_state(space, config.hidden_size, config.hc_count, **sizes))
 
     return tuple(entry(layer, kind) for layer, kind in enumerate(config.layer_types))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from ..blocks.mlp import SharedExpertMoe, moe
 from ..blocks.ngram_embedding import NgramEmbedding, NgramState, ngram_embedding
 from ..output import Taps
 from ..state.batch import Batch
+from ..state.space import Space
 from ..state.state import Entry, Recurrent
 from ..state.step import Step
 from .qwen3_8_flash_next_config import INDEXED, LINEAR, FlashNextConfig
@@ -120,12 +120,9 @@ def _index_sizes(config: FlashNextConfig) -> IndexSizes:
     )
 
 
-def index_entry(
-    config: FlashNextConfig, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
-) -> IndexedPages:
+def index_entry(config: FlashNextConfig, space: Space) -> IndexedPages:
     """The empty entry of a layer of attention."""
-    kv = (config.num_key_value_heads, config.head_dim)
-    return indexed_pages(pages, page_size, *kv, _index_sizes(config), dtype, device)
+    return indexed_pages(space, config.num_key_value_heads, config.head_dim, _index_sizes(config))
 
 
 def place_angles(

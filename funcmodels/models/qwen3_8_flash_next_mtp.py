@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -17,18 +16,16 @@ from ..blocks.hyper_connection import read_streams
 from ..blocks.linear import head_weight, look_up, normalised, project
 from ..output import LogitsOf, Output, Taps, head_logits
 from ..state.batch import Batch
+from ..state.space import Space
 from ..state.state import Entry, State
 from ..state.step import begin, finish
 from .qwen3_8_flash_next_config import FlashNextConfig
 from .qwen3_8_flash_next_layers import FlashNextParams, Mtp, decoder_layer, index_entry, place_angles
 
 
-def mtp_entries(
-    config: FlashNextConfig, rows: int, pages: int, page_size: int,
-    dtype: torch.dtype, recurrent_dtype: torch.dtype, device: torch.device,
-) -> tuple[Entry, ...]:  # fmt: skip
+def mtp_entries(config: FlashNextConfig, space: Space) -> tuple[Entry, ...]:
     """One empty entry a layer of the draft head, all of them attention."""
-    return tuple(index_entry(config, pages, page_size, dtype, device) for _ in range(config.mtp_num_hidden_layers))
+    return tuple(index_entry(config, space) for _ in range(config.mtp_num_hidden_layers))
 
 
 def mtp_forward(

@@ -31,6 +31,7 @@ from params.tree import dotted, leaves, num_bytes, off_tree, size, static, tree,
 from ..errors import StateError
 from .ledger import Buffers, Ledger
 from .pages import Lease, PagePool
+from .space import Space
 from .token_log import TokenLog, stale_rows
 
 E = TypeVar("E", bound="Recurrent")
@@ -208,11 +209,11 @@ def empty(
     )  # fmt: skip
 
 
-def like(state: State, entries: Callable[..., tuple[Entry, ...]], room: int = 0) -> State:
+def like(state: State, entries: Callable[[Space], tuple[Entry, ...]], room: int = 0) -> State:
     """An empty state of the same rows and kind of pool, with the entries of another model and `room` for more tokens.
 
-    `entries(rows, pages, page_size, dtype, recurrent_dtype, device)` makes them, in the dtypes of the first appended
-    and recurrent tensors of `state` (the former's where it has no recurrent ones).
+    `entries(space)` makes them, in the dtypes of the first appended and recurrent tensors of `state`; where it has no
+    recurrent ones, all in that of the former.
     """
     pool = state.ledger.leases[0].pool
     max_len = state.max_len + room
@@ -220,7 +221,8 @@ def like(state: State, entries: Callable[..., tuple[Entry, ...]], room: int = 0)
     pool = PagePool(pool.pages + more * state.rows, pool.owned)
     dtype = _dtype(state, Appended) or torch.get_default_dtype()
     device = state.lengths.device
-    layers = entries(state.rows, pool.pages, state.page_size, dtype, _dtype(state, Recurrent) or dtype, device)
+    recurrent = _dtype(state, Recurrent) or dtype
+    layers = entries(Space(state.rows, pool.pages, state.page_size, dtype, recurrent, device))
     return empty(
         layers, rows=state.rows, max_len=max_len, page_size=state.page_size, pool=pool, vocab=state.vocab,
         device=device, checked=state.log is not None,
