@@ -38,9 +38,16 @@ PROMPT = 'def read_lines(path):\n    """Return the lines of a text file, without
 DEMO_TEMPERATURE = 0.7
 """That of a run without a prompt: greedy, so small a model soon repeats itself, which flatters its draft too."""
 ERRORS = (
-    ValueError, LoweringError, CaptureError, StateError, OSError, MemoryError, ArithmeticError, torch.OutOfMemoryError,
+    ValueError,
+    LoweringError,
+    CaptureError,
+    StateError,
+    OSError,
+    MemoryError,
+    ArithmeticError,
+    torch.OutOfMemoryError,
     torch.distributed.DistError,
-)  # fmt: skip
+)
 """What a user can mend: bad input, checkpoint, target or device. Everything else is a fault and shows a traceback."""
 
 
@@ -62,9 +69,16 @@ def _generate(args: argparse.Namespace) -> int:
     if args.temperature is None:
         args.temperature = DEMO_TEMPERATURE if args.prompt is None else 0.0
     sampling = Sampling(
-        args.temperature, args.top_k, args.top_p, args.min_p, args.seed, args.repetition_penalty, args.presence_penalty,
-        args.frequency_penalty, tuple(args.logit_bias),
-    )  # fmt: skip
+        args.temperature,
+        args.top_k,
+        args.top_p,
+        args.min_p,
+        args.seed,
+        args.repetition_penalty,
+        args.presence_penalty,
+        args.frequency_penalty,
+        tuple(args.logit_bias),
+    )
     _check_device(args.device)
     if args.tp == 1:
         return _continue(args, sampling, args.device, None)

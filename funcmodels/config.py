@@ -12,10 +12,16 @@ from params.errors import ConfigError, cut
 C = TypeVar("C")
 
 MOST = {
-    "num_hidden_layers": 1000, "mtp_num_hidden_layers": 100, "num_experts": 2**14, "n_routed_experts": 2**14,
-    "ngram_vocab_size_base": 2**30, "ngram_size": 64, "heads_per_ngram": 512, "split_ngram_parts": 2**14,
+    "num_hidden_layers": 1000,
+    "mtp_num_hidden_layers": 100,
+    "num_experts": 2**14,
+    "n_routed_experts": 2**14,
+    "ngram_vocab_size_base": 2**30,
+    "ngram_size": 64,
+    "heads_per_ngram": 512,
+    "split_ngram_parts": 2**14,
     "block_size": 1024,
-}  # fmt: skip
+}
 """The most that a config may ask for of what lists or blocks are as long as: far more than any published model has."""
 MOST_OTHERS, LARGEST, SMALLEST = 2**40, 2.0**127, 2.0**-126
 """The most of any other size, and between which magnitudes numbers lie that float32 can compute with."""

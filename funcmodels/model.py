@@ -140,10 +140,17 @@ class Model:
         return self.empty_state(entries, rows, max_len, *kinds, device, page_size, pages, checked)
 
     def empty_state(
-        self, entries: Callable[[Space], tuple[Entry, ...]], rows: int, max_len: int, dtype: torch.dtype | None = None,
-        recurrent_dtype: torch.dtype | None = None, device: torch.device | str | None = None, page_size: int = 128,
-        pages: int | None = None, checked: bool = False,
-    ) -> State:  # fmt: skip
+        self,
+        entries: Callable[[Space], tuple[Entry, ...]],
+        rows: int,
+        max_len: int,
+        dtype: torch.dtype | None = None,
+        recurrent_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        page_size: int = 128,
+        pages: int | None = None,
+        checked: bool = False,
+    ) -> State:
         """What `init_state` makes, of what `entries(space)` gives: a draft's own state."""
         for name, value in (("rows", rows), ("max_len", max_len), ("page_size", page_size), ("pages", pages)):
             if value is not None or name != "pages":
@@ -164,9 +171,15 @@ class Model:
                 raise ValueError(f"init_state: a state holds floating-point values, found dtype {kind}")
         layers = entries(Space(rows, pool.pages, page_size, *kinds, device))
         return states.empty(
-            layers, rows=rows, max_len=max_len, page_size=page_size, pool=pool, vocab=self.config.vocab_size,
-            device=device, checked=checked,
-        )  # fmt: skip
+            layers,
+            rows=rows,
+            max_len=max_len,
+            page_size=page_size,
+            pool=pool,
+            vocab=self.config.vocab_size,
+            device=device,
+            checked=checked,
+        )
 
     def _recurrent_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         return kept_in(dtype, device, of_channels=self.family.decays_channels)

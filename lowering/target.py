@@ -124,8 +124,12 @@ EVERY = tuple(name for name, target in TARGETS.items() if target.refused is None
 """Names of the targets that are not refused: what a kernel of plain Torch operators serves."""
 
 ALSO_CALLED = {
-    "a2": "ascend910b", "a3": "ascend910_93", "910c": "ascend910_93", "a5": "ascend950", "910_95": "ascend950",
-}  # fmt: skip
+    "a2": "ascend910b",
+    "a3": "ascend910_93",
+    "910c": "ascend910_93",
+    "a5": "ascend950",
+    "910_95": "ascend950",
+}
 """Other names that people have for targets; only a hint, since a name is part of a program."""
 
 ASCEND = tuple(name for name in EVERY if TARGETS[name].device == "npu")

@@ -77,9 +77,11 @@ def _check_regular(path: Path, found: os.stat_result, kind: type[ValueError]) ->
 
 
 _KINDS: dict[str, Callable[[int], bool]] = {
-    "a directory": stat.S_ISDIR, "a pipe": stat.S_ISFIFO, "a socket": stat.S_ISSOCK,
+    "a directory": stat.S_ISDIR,
+    "a pipe": stat.S_ISFIFO,
+    "a socket": stat.S_ISSOCK,
     "a device": lambda mode: stat.S_ISCHR(mode) or stat.S_ISBLK(mode),
-}  # fmt: skip
+}
 
 
 def _check_place(path: Path, opened: os.stat_result, kind: type[ValueError]) -> None:

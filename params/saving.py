@@ -36,9 +36,16 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", FI
 
 
 def save(
-    tree: Any, path: str | Path, spec: Any, names: Names, config: dict[str, Any], *, max_shard_bytes: int = 5 * 10**9,
-    beside: Mapping[str, Path] | None = None, unread: Unread | None = None,
-) -> Path:  # fmt: skip
+    tree: Any,
+    path: str | Path,
+    spec: Any,
+    names: Names,
+    config: dict[str, Any],
+    *,
+    max_shard_bytes: int = 5 * 10**9,
+    beside: Mapping[str, Path] | None = None,
+    unread: Unread | None = None,
+) -> Path:
     """Write a parameter tree as a Hugging Face checkpoint; returns the directory.
 
     A tree with quantised weights becomes a ModelSlim checkpoint: files named after it, a `quant_model_description.json`

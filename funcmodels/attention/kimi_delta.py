@@ -64,9 +64,14 @@ class KimiDelta:
 
 
 def kimi_delta(
-    params: KimiDelta, x: Float[Tensor, "tokens hidden"], past: DeltaNetState | None, step: Step, *, eps: float,
+    params: KimiDelta,
+    x: Float[Tensor, "tokens hidden"],
+    past: DeltaNetState | None,
+    step: Step,
+    *,
+    eps: float,
     lower_bound: float | None = None,
-) -> tuple[Float[Tensor, "tokens hidden"], DeltaNetState | None]:  # fmt: skip
+) -> tuple[Float[Tensor, "tokens hidden"], DeltaNetState | None]:
     """The output, and the state after each row's last token (or before them, with trails).
 
     `lower_bound` is that of the log decay, if it has one (see `ops.channel_gates`).

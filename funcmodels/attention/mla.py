@@ -61,9 +61,17 @@ class LatentAttention:
 
     @staticmethod
     def spec(
-        hidden: int, heads: int, nope_dim: int, rope_dim: int, v_dim: int, q_rank: int, latent_dim: int, bias: bool,
-        *, gated: bool = False,
-    ) -> LatentAttention:  # fmt: skip
+        hidden: int,
+        heads: int,
+        nope_dim: int,
+        rope_dim: int,
+        v_dim: int,
+        q_rank: int,
+        latent_dim: int,
+        bias: bool,
+        *,
+        gated: bool = False,
+    ) -> LatentAttention:
         """Spec of the parameters. With `q_rank` 0 queries have no latent, never a bias; `gated` adds output gates."""
         queries, ups = heads * (nope_dim + rope_dim), heads * (nope_dim + v_dim)
         gates = ((heads * v_dim, heads),) if gated else ()
@@ -145,9 +153,14 @@ def latent_attention(
 
 
 def _queries(
-    params: LatentAttention, q: Float[Tensor, "tokens channels"], heads: int, nope_dim: int, rope_dim: int,
-    rotary: tuple[Tensor, Tensor] | None, eps: float,
-) -> LatentQueries:  # fmt: skip
+    params: LatentAttention,
+    q: Float[Tensor, "tokens channels"],
+    heads: int,
+    nope_dim: int,
+    rope_dim: int,
+    rotary: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> LatentQueries:
     """The two parts of every head's query, of their latent where they have one, the latter turned."""
     if params.q_norm is not None and params.q_up is not None:
         q = project(params.q_up, normalised(params.q_norm, q, eps=eps))
@@ -173,9 +186,15 @@ def _turned(x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
 
 
 def _among_themselves(
-    params: LatentAttention, queries: LatentQueries, kv: Tensor, step: Step, rotary: tuple[Tensor, Tensor] | None,
-    scale: float, v_dim: int, eps: float,
-) -> Float[Tensor, "tokens heads v_dim"]:  # fmt: skip
+    params: LatentAttention,
+    queries: LatentQueries,
+    kv: Tensor,
+    step: Step,
+    rotary: tuple[Tensor, Tensor] | None,
+    scale: float,
+    v_dim: int,
+    eps: float,
+) -> Float[Tensor, "tokens heads v_dim"]:
     """Without a state: keys and values of all heads are made, and each token sees its row's earlier ones."""
     latent_dim = params.latent_norm.weight.shape[0]
     latent, rope = kv.split((latent_dim, kv.shape[1] - latent_dim), -1)

@@ -134,9 +134,16 @@ def ngram_embedding(
     streams, hidden = x.shape[1:]
     context, window = (None, None) if past is None else (past.context, past.window)
     ids, context, seen = ops.ngram_rows(
-        tokens, context, step.positions, step.rows, multipliers=params.multipliers, sizes=params.sizes,
-        offsets=params.offsets, end=params.end, keep_steps=step.keep_steps,
-    )  # fmt: skip
+        tokens,
+        context,
+        step.positions,
+        step.rows,
+        multipliers=params.multipliers,
+        sizes=params.sizes,
+        offsets=params.offsets,
+        end=params.end,
+        keep_steps=step.keep_steps,
+    )
     embedded = ops.table_rows(ids, params.table).to(x.dtype)
     key, value = project(params.key_value, embedded).split((streams * hidden, hidden), -1)
     norms = (params.key_norm, params.query_norm, params.conv_norm)

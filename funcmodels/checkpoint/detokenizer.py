@@ -266,10 +266,15 @@ def _made(stage: Callable[[Decode], Stage]) -> Callable[[Any], Callable[[], Stag
 
 
 _SEPARATE: dict[str, Callable[[Any], Callable[[], Stage]]] = {
-    "Replace": _made(_Alone), "Strip": _made(_Alone), "Metaspace": _made(_Placed), "WordPiece": _made(_Placed),
-    "BPEDecoder": _made(_Last), "CTC": _made(_Distinct), "ByteFallback": _made(_Runs),
+    "Replace": _made(_Alone),
+    "Strip": _made(_Alone),
+    "Metaspace": _made(_Placed),
+    "WordPiece": _made(_Placed),
+    "BPEDecoder": _made(_Last),
+    "CTC": _made(_Distinct),
+    "ByteFallback": _made(_Runs),
     "ByteLevel": lambda entry: _Bytes,
-}  # fmt: skip
+}
 _FUSED: dict[str, Callable[[Any], Callable[[], Stage]]] = {
     "Metaspace": _made(_Alone),  # each character by itself, all of them in the first token
     "Strip": lambda entry: partial(_Strip, entry["content"], entry["start"], entry["stop"]),

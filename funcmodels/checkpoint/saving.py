@@ -56,10 +56,15 @@ def save(model: Model, params: Any, path: str | Path, *, max_shard_bytes: int = 
     beside = {} if model.tokenizer is None else files_beside(model.tokenizer.directory, path)
     whole = model.unread is not None and bool(model.unread.tensors)
     return checkpoints.save(
-        params, path, model.whole_spec(), model.family.names,
-        dict(model.config_json) if whole else text_model(model.config_json), max_shard_bytes=max_shard_bytes,
-        beside=beside, unread=model.unread,
-    )  # fmt: skip
+        params,
+        path,
+        model.whole_spec(),
+        model.family.names,
+        dict(model.config_json) if whole else text_model(model.config_json),
+        max_shard_bytes=max_shard_bytes,
+        beside=beside,
+        unread=model.unread,
+    )
 
 
 def text_model(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from .detokenizer import UNFINISHED, Detokenizer
 from .vocabularies import LibraryErrors, TiktokenModel, TokenizerJson, TokenVocabulary
 
 FILES: dict[str, type[TokenizerJson] | type[TiktokenModel]] = {
-    "tokenizer.json": TokenizerJson, "tiktoken.model": TiktokenModel,
-}  # fmt: skip
+    "tokenizer.json": TokenizerJson,
+    "tiktoken.model": TiktokenModel,
+}
 """What a tokenizer is read from: the first of these that is there."""
 
 

@@ -173,18 +173,20 @@ def growth(entry: Any) -> int:
 
 # From tokenization_kimi.py of moonshotai/Kimi-Linear-48B-A3B-Instruct (919416f), the same in Kimi-K3: Han by itself,
 # then the words, numbers and signs of `o200k_base`.
-KIMI_PATTERN = "|".join([
-    r"[\p{Han}]+",
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
-    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
-    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-    r"\p{N}{1,3}",
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-    r"\s*[\r\n]+",
-    r"\s+(?!\S)",
-    r"\s+",
-])  # fmt: skip
+KIMI_PATTERN = "|".join(
+    [
+        r"[\p{Han}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
 KIMI_RESERVED = 256
 """Ids after those of the file, of special tokens: named in tokenizer_config.json, or reserved."""
 KIMI_TEXT, KIMI_RUN = 400_000, 25_000
@@ -212,9 +214,11 @@ class TiktokenModel:
                 raise ValueError(f"the ranks of its {len(ranks)} tokens must be 0, 1, ..., all single bytes among them")
             added = _added(path.parent / "tokenizer_config.json", len(ranks))
             self._codes = tiktoken.Encoding(
-                path.name, pat_str=KIMI_PATTERN, mergeable_ranks=ranks,
+                path.name,
+                pat_str=KIMI_PATTERN,
+                mergeable_ranks=ranks,
                 special_tokens={name: token for token, (name, _) in added.items()},
-            )  # fmt: skip
+            )
         self._hidden = {token: name for token, (name, hidden) in added.items() if hidden}
         self._shown |= {token: name.encode() for token, (name, hidden) in added.items() if not hidden}
         self.special = frozenset(self._hidden.values())

@@ -184,15 +184,24 @@ class BlockDraft(Draft):
 
     @abc.abstractmethod
     def step_logits(
-        self, own: BlockParams, base: Float[Tensor, "rows vocab"], hidden: Float[Tensor, "rows hidden"],
-        before: Int[Tensor, " rows"], memory: Any,
-    ) -> tuple[Float[Tensor, "rows vocab"], Any]:  # fmt: skip
+        self,
+        own: BlockParams,
+        base: Float[Tensor, "rows vocab"],
+        hidden: Float[Tensor, "rows hidden"],
+        before: Int[Tensor, " rows"],
+        memory: Any,
+    ) -> tuple[Float[Tensor, "rows vocab"], Any]:
         """Logits of one place of a block, given those of its row and the token before it; and what is remembered."""
 
     def likeliest(
-        self, own: BlockParams, read: Float[Tensor, "rows drafts inputs"], hidden: Float[Tensor, "rows drafts hidden"],
-        root: Int[Tensor, " rows"], head: Any, ids: Int[Tensor, " draft_vocab"] | None,
-    ) -> Int[Tensor, "rows drafts"]:  # fmt: skip
+        self,
+        own: BlockParams,
+        read: Float[Tensor, "rows drafts inputs"],
+        hidden: Float[Tensor, "rows drafts hidden"],
+        root: Int[Tensor, " rows"],
+        head: Any,
+        ids: Int[Tensor, " draft_vocab"] | None,
+    ) -> Int[Tensor, "rows drafts"]:
         """The greedy tokens of a block whose places are independent of each other: all at once.
 
         `read` is `hidden` in the dtype of `head`, `ids` are the tokens to choose among, None for all.
@@ -207,9 +216,13 @@ class BlockDraft(Draft):
 
     @lasting
     def own_state(
-        self, rows: int, max_len: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+        self,
+        rows: int,
+        max_len: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
         page_size: int = 128,
-    ) -> State:  # fmt: skip
+    ) -> State:
         """An empty state of the draft for rows of a model that is not run here; arguments as for `Model.init_state`."""
         at_least_one("own_state: max_len", max_len)
         return self.model.empty_state(self._entries, rows, max_len + self.config.block, dtype, None, device, page_size)
@@ -275,9 +288,14 @@ class BlockDraft(Draft):
     @lasting
     @torch.no_grad()
     def propose(
-        self, params: Any, state: State, carry: Carry, steps: int = 3, noise: DraftNoise | None = None,
+        self,
+        params: Any,
+        state: State,
+        carry: Carry,
+        steps: int = 3,
+        noise: DraftNoise | None = None,
         embedded: Float[Tensor, "rows block hidden"] | None = None,
-    ) -> tuple[Proposal, State]:  # fmt: skip
+    ) -> tuple[Proposal, State]:
         """The first `steps` tokens of a block after each row's newest; as `MtpDraft.propose`, in one pass.
 
         `embedded` is what `embed` gives, or stands in for it; without it the lookup is part of this. Captured, the two
@@ -326,9 +344,13 @@ class BlockDraft(Draft):
         return op(q, pages.k, pages.v, step.rows, scale=scale, window=window)
 
     def _chosen(
-        self, both: DraftedParams, hidden: Float[Tensor, "rows drafts hidden"], root: Int[Tensor, " rows"],
-        lengths: Int[Tensor, " rows"], noise: DraftNoise | None,
-    ) -> tuple[Int[Tensor, "rows drafts"], Float[Tensor, "rows drafts vocab"] | None]:  # fmt: skip
+        self,
+        both: DraftedParams,
+        hidden: Float[Tensor, "rows drafts hidden"],
+        root: Int[Tensor, " rows"],
+        lengths: Int[Tensor, " rows"],
+        noise: DraftNoise | None,
+    ) -> tuple[Int[Tensor, "rows drafts"], Float[Tensor, "rows drafts vocab"] | None]:
         """The tokens of a block, and the laws that drawn ones came from, one after the other."""
         target, own = both.model, both.draft
         read, head = hidden.to(target.embed.weight.dtype), head_weight(target.embed, target.head)

@@ -177,11 +177,27 @@ def _option_rules(fields: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
 
 
 _POSITIVE = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "block_size", "rope_theta", "rms_norm_eps",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "block_size",
+    "rope_theta",
+    "rms_norm_eps",
+)
 _UNSUPPORTED = (
-    "attention_bias", "attention_sink", "attention_value_scale", "block_conv", "domino_head", "draft_adapter_rank",
-    "final_logit_softcapping", "selector_rank", "selector_top_k", "transformer_layer_config",
-)  # fmt: skip
+    "attention_bias",
+    "attention_sink",
+    "attention_value_scale",
+    "block_conv",
+    "domino_head",
+    "draft_adapter_rank",
+    "final_logit_softcapping",
+    "selector_rank",
+    "selector_top_k",
+    "transformer_layer_config",
+)
 """Fields that some drafts have and whose computation is not here."""

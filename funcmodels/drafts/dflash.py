@@ -17,8 +17,12 @@ class DFlashDraft(BlockDraft):
     """A block of `block_size` rows gives one token fewer: the first row is the newest token, which is known."""
 
     def step_logits(
-        self, own: BlockParams, base: Float[Tensor, "rows vocab"], hidden: Float[Tensor, "rows hidden"],
-        before: Int[Tensor, " rows"], memory: Any,
-    ) -> tuple[Float[Tensor, "rows vocab"], Any]:  # fmt: skip
+        self,
+        own: BlockParams,
+        base: Float[Tensor, "rows vocab"],
+        hidden: Float[Tensor, "rows hidden"],
+        before: Int[Tensor, " rows"],
+        memory: Any,
+    ) -> tuple[Float[Tensor, "rows vocab"], Any]:
         """The logits of the row itself."""
         return base, memory

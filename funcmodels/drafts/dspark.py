@@ -27,16 +27,25 @@ class DSparkDraft(BlockDraft):
     """
 
     def step_logits(
-        self, own: BlockParams, base: Float[Tensor, "rows vocab"], hidden: Float[Tensor, "rows hidden"],
-        before: Int[Tensor, " rows"], memory: Any,
-    ) -> tuple[Float[Tensor, "rows vocab"], Any]:  # fmt: skip
+        self,
+        own: BlockParams,
+        base: Float[Tensor, "rows vocab"],
+        hidden: Float[Tensor, "rows hidden"],
+        before: Int[Tensor, " rows"],
+        memory: Any,
+    ) -> tuple[Float[Tensor, "rows vocab"], Any]:
         """The row's logits, corrected by the token before, or as they are where there is no Markov head."""
         return (base, memory) if own.markov is None else corrected(own.markov, base, hidden, before, memory)
 
     def likeliest(
-        self, own: BlockParams, read: Float[Tensor, "rows drafts inputs"], hidden: Float[Tensor, "rows drafts hidden"],
-        root: Int[Tensor, " rows"], head: Any, ids: Int[Tensor, " draft_vocab"] | None,
-    ) -> Int[Tensor, "rows drafts"]:  # fmt: skip
+        self,
+        own: BlockParams,
+        read: Float[Tensor, "rows drafts inputs"],
+        hidden: Float[Tensor, "rows drafts hidden"],
+        root: Int[Tensor, " rows"],
+        head: Any,
+        ids: Int[Tensor, " draft_vocab"] | None,
+    ) -> Int[Tensor, "rows drafts"]:
         """Place after place, each by the token before it; where there is no Markov head, all at once."""
         if own.markov is None:
             return super().likeliest(own, read, hidden, root, head, ids)

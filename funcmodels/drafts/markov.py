@@ -59,9 +59,12 @@ class RecurrentMarkov(Markov):
 
 
 def corrected(
-    params: Markov, base: Float[Tensor, "rows vocab"], hidden: Float[Tensor, "rows hidden"],
-    before: Int[Tensor, " rows"], memory: Float[Tensor, "rows rank"] | None,
-) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "rows rank"] | None]:  # fmt: skip
+    params: Markov,
+    base: Float[Tensor, "rows vocab"],
+    hidden: Float[Tensor, "rows hidden"],
+    before: Int[Tensor, " rows"],
+    memory: Float[Tensor, "rows rank"] | None,
+) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "rows rank"] | None]:
     """Base logits and the head's, as `rounded_sum` adds them; and the memory after this place.
 
     `base` may have fewer tokens than the head, whose last ones are then padding.
@@ -71,9 +74,11 @@ def corrected(
 
 
 def looked_up(
-    params: Markov, hidden: Float[Tensor, "rows hidden"], before: Int[Tensor, " rows"],
+    params: Markov,
+    hidden: Float[Tensor, "rows hidden"],
+    before: Int[Tensor, " rows"],
     memory: Float[Tensor, "rows rank"] | None,
-) -> tuple[Float[Tensor, "rows rank"], Float[Tensor, "rows rank"] | None]:  # fmt: skip
+) -> tuple[Float[Tensor, "rows rank"], Float[Tensor, "rows rank"] | None]:
     """What goes on to `w2` of the token before a place; and the memory after this place."""
     found = ops.embedding(before, params.w1)
     return _passed(params, found, hidden.to(found.dtype), memory)

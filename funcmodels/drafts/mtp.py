@@ -70,9 +70,13 @@ class MtpDraft(Draft):
 
     @lasting
     def own_state(
-        self, rows: int, max_len: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+        self,
+        rows: int,
+        max_len: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
         page_size: int = 128,
-    ) -> State:  # fmt: skip
+    ) -> State:
         """An empty state of the head for rows of a model that is not run here; arguments as for `Model.init_state`."""
         entries = partial(self.head.init_entries, self.model.local)
         return self.model.empty_state(entries, rows, max_len, dtype, None, device, page_size)

@@ -69,14 +69,18 @@ def draft(
 
 @overload
 def load_draft(
-    path_or_hub_id: str | Path, kind: Literal["mtp"] = "mtp", dtype: torch.dtype | None = torch.bfloat16,
+    path_or_hub_id: str | Path,
+    kind: Literal["mtp"] = "mtp",
+    dtype: torch.dtype | None = torch.bfloat16,
     device: torch.device | str = "cpu",
-) -> tuple[MtpDraft, Any]: ...  # fmt: skip
+) -> tuple[MtpDraft, Any]: ...
 @overload
 def load_draft(
-    path_or_hub_id: str | Path, kind: str | Path, dtype: torch.dtype | None = torch.bfloat16,
+    path_or_hub_id: str | Path,
+    kind: str | Path,
+    dtype: torch.dtype | None = torch.bfloat16,
     device: torch.device | str = "cpu",
-) -> tuple[MtpDraft | BlockDraft, Any]: ...  # fmt: skip
+) -> tuple[MtpDraft | BlockDraft, Any]: ...
 @lasting
 def load_draft(
     path_or_hub_id: str | Path,

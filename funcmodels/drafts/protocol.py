@@ -145,9 +145,12 @@ def _check_noise(numbers: Tensor | None, coins: Tensor | None, proposal: Proposa
 
 
 def _compared(
-    windows: Float[Tensor, "rows window vocab"], proposal: Proposal, sampling: RowSampling, requests: Tensor,
+    windows: Float[Tensor, "rows window vocab"],
+    proposal: Proposal,
+    sampling: RowSampling,
+    requests: Tensor,
     numbers: Tensor | None,
-) -> Verdict:  # fmt: skip
+) -> Verdict:
     """The verdict on drafts that were not drawn: the draw after an accepted one is independent of the comparison."""
     rows, width, _ = windows.shape
     places = torch.arange(width, device=windows.device)
@@ -196,9 +199,11 @@ def _rejected(
 
 
 def _from_the_rest(
-    p: Float[Tensor, "rows vocab"], q: Float[Tensor, "rows vocab"], keys: Int[Tensor, " rows"],
+    p: Float[Tensor, "rows vocab"],
+    q: Float[Tensor, "rows vocab"],
+    keys: Int[Tensor, " rows"],
     numbers: Float[Tensor, "rows vocab"] | None = None,
-) -> Int[Tensor, " rows"]:  # fmt: skip
+) -> Int[Tensor, " rows"]:
     """A draw from what p has more than q; from p where that is nothing, as when p is q up to rounding."""
     rest = torch.where(p > q, p - q, 0)
     some = rest.sum(-1, keepdim=True) > 0
@@ -304,9 +309,16 @@ class Draft(abc.ABC):
 
 
 def extend_inputs(
-    fit: Callable[[Batch], Batch], draft: Draft, params: Any, state: State, out: Output, batch: Batch,
-    next_tokens: Tensor, *rest: Any, **named: Any,
-) -> dict[str, Any]:  # fmt: skip
+    fit: Callable[[Batch], Batch],
+    draft: Draft,
+    params: Any,
+    state: State,
+    out: Output,
+    batch: Batch,
+    next_tokens: Tensor,
+    *rest: Any,
+    **named: Any,
+) -> dict[str, Any]:
     """What `extend` is captured with: all that has an entry a token is padded as the batch is."""
     fitted = fit(batch)
     extra = fitted.tokens.shape[0] - batch.tokens.shape[0]

@@ -50,9 +50,15 @@ class Layer:
         """Spec of a layer, with a mixture of experts where it is `routed`."""
         hidden, inner = config.hidden_size, config.moe_intermediate_size
         attn = LatentAttention.spec(
-            hidden, config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim,
-            config.q_lora_rank, config.kv_lora_rank, config.attention_bias,
-        )  # fmt: skip
+            hidden,
+            config.num_attention_heads,
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
+            config.q_lora_rank,
+            config.kv_lora_rank,
+            config.attention_bias,
+        )
         feed = Mlp.spec(hidden, config.intermediate_size)
         if routed:
             feed = GroupedMoe.spec(hidden, config.n_routed_experts, inner, config.n_shared_experts * inner)
@@ -100,10 +106,18 @@ def forward(
 
     def mix(index: int, attn: LatentAttention, x: Tensor) -> tuple[Tensor, Entry | None]:
         return latent_attention(
-            attn, x, step.past(index, LatentPages), step, rotary,
-            heads=config.num_attention_heads, nope_dim=config.qk_nope_head_dim, rope_dim=config.qk_rope_head_dim,
-            v_dim=config.v_head_dim, scale=config.softmax_scale, eps=LATENT_EPS,
-        )  # fmt: skip
+            attn,
+            x,
+            step.past(index, LatentPages),
+            step,
+            rotary,
+            heads=config.num_attention_heads,
+            nope_dim=config.qk_nope_head_dim,
+            rope_dim=config.qk_rope_head_dim,
+            v_dim=config.v_head_dim,
+            scale=config.softmax_scale,
+            eps=LATENT_EPS,
+        )
 
     feed = partial(_feed_forward, config, taps)
     x = look_up(params.embed, batch.tokens)

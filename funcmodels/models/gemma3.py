@@ -152,9 +152,13 @@ def _angles(config: Gemma3Config, kind: str, positions: Int[Tensor, " tokens"]) 
 
 
 def _mix(
-    config: Gemma3Config, params: Attention, x: Float[Tensor, "tokens hidden"], index: int, step: Step,
+    config: Gemma3Config,
+    params: Attention,
+    x: Float[Tensor, "tokens hidden"],
+    index: int,
+    step: Step,
     angles: tuple[Tensor, Tensor],
-) -> tuple[Float[Tensor, "tokens hidden"], Entry | None]:  # fmt: skip
+) -> tuple[Float[Tensor, "tokens hidden"], Entry | None]:
     sizes: dict[str, Any] = {"heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads}
     scale, window = config.query_pre_attn_scalar**-0.5, config.window(index)
     past = step.past(index, KeyValuePages)

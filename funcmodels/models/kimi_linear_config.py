@@ -87,9 +87,11 @@ def read_config(given: Mapping[str, Any]) -> KimiLinearConfig:
 
 
 def read_fields(
-    kind: type[C], given: Mapping[str, Any], needed: Collection[str],
+    kind: type[C],
+    given: Mapping[str, Any],
+    needed: Collection[str],
     own_rules: Callable[[C, Mapping[str, Any]], Iterator[tuple[bool, str]]],
-) -> C:  # fmt: skip
+) -> C:
     """The config of one of the Kimi models, each of which has rules of its own and `needed` fields beside the common.
 
     Rules are given the fields under one spelling.
@@ -227,20 +229,30 @@ def _own_rules(config: KimiLinearConfig, given: Mapping[str, Any]) -> Iterator[t
 
 
 _ALIASES = {
-    "max_position_embeddings": "model_max_length", "moe_renormalize": "norm_topk_prob", "num_expert_group": "n_group",
-    "num_experts": "num_local_experts", "num_experts_per_token": "num_experts_per_tok",
+    "max_position_embeddings": "model_max_length",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts": "num_local_experts",
+    "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
-}  # fmt: skip
+}
 """Fields, and the other name that configs have for each."""
 _SECTION = {
-    "linear_head_dim": "head_dim", "linear_num_heads": "num_heads", "linear_conv_kernel_dim": "short_conv_kernel_size",
-    "use_full_rank_gate": "use_full_rank_gate", "gate_lower_bound": "gate_lower_bound",
-}  # fmt: skip
+    "linear_head_dim": "head_dim",
+    "linear_num_heads": "num_heads",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
+    "use_full_rank_gate": "use_full_rank_gate",
+    "gate_lower_bound": "gate_lower_bound",
+}
 """Fields, and their names in the section `linear_attn_config`."""
 _KIMI_K3 = (
-    "gate_lower_bound", "use_full_rank_gate", "mla_use_output_gate", "attn_res_block_size",
-    "routed_expert_hidden_size", "latent_moe_use_norm",
-)  # fmt: skip
+    "gate_lower_bound",
+    "use_full_rank_gate",
+    "mla_use_output_gate",
+    "attn_res_block_size",
+    "routed_expert_hidden_size",
+    "latent_moe_use_norm",
+)
 _POSITIVE = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim",
     "qk_rope_head_dim", "v_head_dim", "intermediate_size", "linear_num_heads", "linear_head_dim", "num_experts",

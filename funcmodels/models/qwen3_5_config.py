@@ -49,10 +49,12 @@ class Qwen35Config:
     def delta_sizes(self) -> dict[str, int]:
         """Sizes of a delta net."""
         return {
-            "k_heads": self.linear_num_key_heads, "v_heads": self.linear_num_value_heads,
-            "k_dim": self.linear_key_head_dim, "v_dim": self.linear_value_head_dim,
+            "k_heads": self.linear_num_key_heads,
+            "v_heads": self.linear_num_value_heads,
+            "k_dim": self.linear_key_head_dim,
+            "v_dim": self.linear_value_head_dim,
             "width": self.linear_conv_kernel_dim,
-        }  # fmt: skip
+        }
 
     @property
     def rotary_dim(self) -> int:

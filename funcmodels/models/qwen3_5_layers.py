@@ -91,9 +91,14 @@ class Qwen35Params:
 
 
 def decoder_layers(
-    config: Qwen35Config, layers: Sequence[Layer], norm: Norm, x: Float[Tensor, "tokens hidden"],
-    batch: Batch, step: Step, taps: Taps,
-) -> tuple[Float[Tensor, "tokens hidden"], list[Entry | None]]:  # fmt: skip
+    config: Qwen35Config,
+    layers: Sequence[Layer],
+    norm: Norm,
+    x: Float[Tensor, "tokens hidden"],
+    batch: Batch,
+    step: Step,
+    taps: Taps,
+) -> tuple[Float[Tensor, "tokens hidden"], list[Entry | None]]:
     """The residual stream `x` through decoder layers and the final `norm`, and the layers' new entries."""
     mix, feed = partial(_mix, config, step, _rotary(config, batch, step)), partial(_feed_forward, config, taps)
     return decoder.decoder_layers(layers, norm, x, mix, feed, taps, eps=config.rms_norm_eps)
@@ -111,9 +116,13 @@ def _rotary(
 
 
 def _mix(
-    config: Qwen35Config, step: Step, rotary: tuple[Tensor, Tensor], index: int, params: DeltaNet | GatedAttention,
+    config: Qwen35Config,
+    step: Step,
+    rotary: tuple[Tensor, Tensor],
+    index: int,
+    params: DeltaNet | GatedAttention,
     x: Float[Tensor, "tokens hidden"],
-) -> tuple[Float[Tensor, "tokens hidden"], Entry | None]:  # fmt: skip
+) -> tuple[Float[Tensor, "tokens hidden"], Entry | None]:
     eps = config.rms_norm_eps
     if isinstance(params, GatedAttention):
         heads = {"heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads}

@@ -82,20 +82,28 @@ class FlashNextConfig:
     def delta_sizes(self) -> dict[str, int]:
         """Sizes of a delta net."""
         return {
-            "k_heads": self.linear_num_key_heads, "v_heads": self.linear_num_value_heads,
-            "k_dim": self.linear_key_head_dim, "v_dim": self.linear_value_head_dim,
+            "k_heads": self.linear_num_key_heads,
+            "v_heads": self.linear_num_value_heads,
+            "k_dim": self.linear_key_head_dim,
+            "v_dim": self.linear_value_head_dim,
             "width": self.linear_conv_kernel_dim,
-        }  # fmt: skip
+        }
 
     @property
     def ngram_sizes(self) -> dict[str, int]:
         """Sizes that all n-gram embeddings have, and what their hashes are made of."""
         return {
-            "dim": self.ple_embed_dim, "width": self.ple_conv_kernel_size, "heads": self.heads_per_ngram,
-            "order": self.ngram_size, "base": self.ngram_vocab_size_base, "seed": self.seed, "end": self.eos_token_id,
-            "divisor": self.make_ngram_vocab_size_divisible_by, "shards": self.split_ngram_parts,
+            "dim": self.ple_embed_dim,
+            "width": self.ple_conv_kernel_size,
+            "heads": self.heads_per_ngram,
+            "order": self.ngram_size,
+            "base": self.ngram_vocab_size_base,
+            "seed": self.seed,
+            "end": self.eos_token_id,
+            "divisor": self.make_ngram_vocab_size_divisible_by,
+            "shards": self.split_ngram_parts,
             "vocab": self.vocab_size,
-        }  # fmt: skip
+        }
 
     def ple_index(self, layer: int) -> int | None:
         """Which of the layers with an n-gram embedding `layer` is, counted from 0; None for one without."""
@@ -240,9 +248,12 @@ def _rotary_rules(config: FlashNextConfig, given: Mapping[str, Any]) -> Iterator
 
 
 _POSITIVE_NGRAMS = (
-    "heads_per_ngram", "ngram_vocab_size_base", "make_ngram_vocab_size_divisible_by", "split_ngram_parts",
+    "heads_per_ngram",
+    "ngram_vocab_size_base",
+    "make_ngram_vocab_size_divisible_by",
+    "split_ngram_parts",
     "ple_embed_dim",
-)  # fmt: skip
+)
 _POSITIVE = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "num_experts",

@@ -165,9 +165,10 @@ _RULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "presence_penalty": (f"a number {_RANGE}, or 0 (off)", _number),
     "frequency_penalty": (f"a number {_RANGE}, or 0 (off)", _number),
     "logit_bias": (
-        f"a tuple of pairs (token, number below inf), each token once and each number -inf, 0 or {_RANGE}", _biases,
+        f"a tuple of pairs (token, number below inf), each token once and each number -inf, 0 or {_RANGE}",
+        _biases,
     ),
-}  # fmt: skip
+}
 """What each setting has to be, in words; and what reads it, None for what does not fit."""
 
 
@@ -203,7 +204,11 @@ class RowSampling:
         nucleus = [row for row in drawn if row.top_p < 1]
         bias = Bias.of([row.logit_bias for row in rows])
         return RowSampling(
-            temperature=numbers[0], top_k=whole[0], top_p=numbers[1], min_p=numbers[2], seed=whole[1],
+            temperature=numbers[0],
+            top_k=whole[0],
+            top_p=numbers[1],
+            min_p=numbers[2],
+            seed=whole[1],
             bias=bias if bias is None else to(bias, device),
             penalties=Penalties(*numbers[3:]) if any(row.penalised for row in rows) else None,
             greedy=not drawn,
@@ -212,7 +217,7 @@ class RowSampling:
             top_p_on=bool(nucleus),
             top_p_alone=any(row.top_k == 0 for row in nucleus),
             min_p_on=any(row.min_p > 0 for row in drawn),
-        )  # fmt: skip
+        )
 
     def filters(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, dict[str, Any]]:
         """Temperature, top-k, top-p and min-p, those None that no row asks for, and hints: what the ops take.

@@ -118,9 +118,14 @@ class Batch(Ragged):
             positions = torch.cat((positions, positions.new_zeros(positions.shape[0], extra)), 1)
         uniform = self.uniform and extra == 0 and max_query is None
         return unchecked(
-            Batch, tokens=padded, query_start=self.query_start, positions=positions,
-            max_query=self.max_query if max_query is None else max_query, uniform=uniform, counts=self.counts,
-        )  # fmt: skip
+            Batch,
+            tokens=padded,
+            query_start=self.query_start,
+            positions=positions,
+            max_query=self.max_query if max_query is None else max_query,
+            uniform=uniform,
+            counts=self.counts,
+        )
 
     def check(self) -> None:
         """See `check_layout`."""
@@ -143,10 +148,14 @@ class Batch(Ragged):
         """A batch of as many rows and this size whose tokens are all padding: to capture with, not to run."""
         positions = self.positions
         return unchecked(
-            Batch, tokens=self.tokens.new_zeros(tokens), query_start=torch.zeros_like(self.query_start),
+            Batch,
+            tokens=self.tokens.new_zeros(tokens),
+            query_start=torch.zeros_like(self.query_start),
             positions=None if positions is None else positions.new_zeros(positions.shape[0], tokens),
-            max_query=max_query, uniform=uniform, counts=(max_query if uniform else 0,) * self.rows,
-        )  # fmt: skip
+            max_query=max_query,
+            uniform=uniform,
+            counts=(max_query if uniform else 0,) * self.rows,
+        )
 
 
 def check(batch: Batch, state: State | None = None) -> None:
@@ -173,9 +182,10 @@ def check_layout(batch: Batch) -> None:
     """`ValueError` for a batch without tokens, or whose parts contradict each other; values are read on a CPU alone."""
     tokens = batch.tokens.shape[0]
     for name, value, shape in (
-        ("tokens", batch.tokens, "[tokens]"), ("query_start", batch.query_start, "[rows + 1]"),
+        ("tokens", batch.tokens, "[tokens]"),
+        ("query_start", batch.query_start, "[rows + 1]"),
         ("positions", batch.positions, "[axes, tokens]"),
-    ):  # fmt: skip
+    ):
         if value is not None and (value.ndim != shape.count(",") + 1 or value.dtype not in _INTEGERS):
             # Only here: text made of a size fixes it, where a call is compiled for all sizes.
             shape = shape.replace(", tokens", f", {tokens}")

@@ -191,9 +191,16 @@ _TENSORS = ("lengths", "page_table", "layers", "pending", "log")
 
 
 def empty(
-    layers: tuple[Entry, ...], *, rows: int, max_len: int, page_size: int, pool: PagePool, vocab: int,
-    device: torch.device, checked: bool,
-) -> State:  # fmt: skip
+    layers: tuple[Entry, ...],
+    *,
+    rows: int,
+    max_len: int,
+    page_size: int,
+    pool: PagePool,
+    vocab: int,
+    device: torch.device,
+    checked: bool,
+) -> State:
     """A state of `rows` empty rows over freshly made entries. An owned pool gives every row its pages now."""
     each = -(-max_len // page_size)
     leases = tuple(Lease(pool, pool.take(each) if pool.owned else ()) for _ in range(rows))
@@ -204,9 +211,14 @@ def empty(
     return State(
         lengths=torch.zeros(rows, dtype=torch.int32, device=device),
         page_table=page_table(leases, each, device),
-        layers=layers, pending=None, log=log, page_size=page_size, max_len=max_len, vocab=vocab,
+        layers=layers,
+        pending=None,
+        log=log,
+        page_size=page_size,
+        max_len=max_len,
+        vocab=vocab,
         ledger=replace(Ledger.empty(leases), pools=places(layers)),
-    )  # fmt: skip
+    )
 
 
 def like(state: State, entries: Callable[[Space], tuple[Entry, ...]], room: int = 0) -> State:
@@ -224,9 +236,15 @@ def like(state: State, entries: Callable[[Space], tuple[Entry, ...]], room: int 
     recurrent = _dtype(state, Recurrent) or dtype
     layers = entries(Space(state.rows, pool.pages, state.page_size, dtype, recurrent, device))
     return empty(
-        layers, rows=state.rows, max_len=max_len, page_size=state.page_size, pool=pool, vocab=state.vocab,
-        device=device, checked=state.log is not None,
-    )  # fmt: skip
+        layers,
+        rows=state.rows,
+        max_len=max_len,
+        page_size=state.page_size,
+        pool=pool,
+        vocab=state.vocab,
+        device=device,
+        checked=state.log is not None,
+    )
 
 
 def _dtype(state: State, kind: type) -> torch.dtype | None:

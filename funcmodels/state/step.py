@@ -73,9 +73,13 @@ class Step:
 
 
 def begin(
-    state: State | None, batch: Batch, keep_steps: bool = False, *, axes: Sequence[int] = (),
+    state: State | None,
+    batch: Batch,
+    keep_steps: bool = False,
+    *,
+    axes: Sequence[int] = (),
     kinds: Sequence[type[Entry]] = (),
-) -> Step:  # fmt: skip
+) -> Step:
     """Check the call, reserve pages, and lay out the rows.
 
     `axes` are the numbers of axes of positions that the caller reads: a batch with others is a `ValueError`. `kinds`
@@ -114,9 +118,13 @@ def finish(step: Step, layers: Sequence[Entry | None]) -> State | None:
         raise StateError(_other_model(state, str(len(entries))))
     new = step.rows.new
     return replace(
-        state, lengths=state.lengths + new, layers=entries, pending=new if step.keep_steps else None,
-        log=_logged(step, state), ledger=_where_copied(step.ledger, entries),
-    )  # fmt: skip
+        state,
+        lengths=state.lengths + new,
+        layers=entries,
+        pending=new if step.keep_steps else None,
+        log=_logged(step, state),
+        ledger=_where_copied(step.ledger, entries),
+    )
 
 
 def _where_copied(ledger: Ledger | None, entries: Sequence[Entry]) -> Ledger | None:

@@ -11,9 +11,13 @@ def cases() -> list[Case]:
     """Every case of this file."""
     made = []
     for name, shape in {
-        "tiny": (5, 3, 24), "first": (4, 0, 16), "awkward": (1, 8, 33), "empty": (0, 2, 8),
-        "prompt_128": (128, 8, 7168), "decode_8": (8, 8, 7168),
-    }.items():  # fmt: skip
+        "tiny": (5, 3, 24),
+        "first": (4, 0, 16),
+        "awkward": (1, 8, 33),
+        "empty": (0, 2, 8),
+        "prompt_128": (128, 8, 7168),
+        "decode_8": (8, 8, 7168),
+    }.items():
         wide = shape[2] == 7168
         made.append(Case("attention_residual", name, _residual(*shape), length=shape[2], bench=wide))
     return made

@@ -23,10 +23,15 @@ def cases() -> list[Case]:
         return lambda draw: ((*make(draw)[0], torch.tensor(only)), {})
 
     shapes = {
-        "decode": ((3,), 1024, 640), "one": ((1,), 256, 32), "narrow": ((5,), 96, 1), "awkward": ((7, 2), 33, 19),
-        "empty": ((0,), 64, 32), "prompt_512": ((512,), 1024, 7168), "decode_8": ((8,), 1024, 7168),
+        "decode": ((3,), 1024, 640),
+        "one": ((1,), 256, 32),
+        "narrow": ((5,), 96, 1),
+        "awkward": ((7, 2), 33, 19),
+        "empty": ((0,), 64, 32),
+        "prompt_512": ((512,), 1024, 7168),
+        "decode_8": ((8,), 1024, 7168),
         "decode_1": ((1,), 1024, 7168),
-    }  # fmt: skip
+    }
     made = [
         Case("linear", name, linear(*shape), length=shape[1], bench=name.startswith(("prompt", "decode_")))
         for name, shape in shapes.items()

@@ -33,9 +33,13 @@ def cases() -> list[Case]:
 
     made = []
     shapes = {
-        "decode": ((3,), 1024, 640), "lead": ((7, 2), 96, 20), "narrow": ((5,), 160, 8), "empty": ((0,), 64, 32),
-        "decode_8": ((8,), 1024, 7168), "prompt_512": ((512,), 1024, 7168),
-    }  # fmt: skip
+        "decode": ((3,), 1024, 640),
+        "lead": ((7, 2), 96, 20),
+        "narrow": ((5,), 160, 8),
+        "empty": ((0,), 64, 32),
+        "decode_8": ((8,), 1024, 7168),
+        "prompt_512": ((512,), 1024, 7168),
+    }
     for scheme in ("w8a8", "w8a8_dynamic", "w4a8_dynamic", "w8a8_mxfp8", "w4a16_mxfp4"):
         for name, shape in shapes.items():
             bench = name in ("decode_8", "prompt_512")

@@ -34,9 +34,12 @@ def cases() -> list[Case]:
         return extended
 
     settings: dict[str, Any] = {
-        "k": ((1, 5, 0, 97), None), "p": (None, (0.9, 1.0, 0.01)), "k_and_p": ((9, 40, 3), (0.8, 0.99, 1.0)),
-        "mixed": ((0, 7, 0, 30), (0.7, 0.5, 1.0, 1.0)), "mixed_p_after_k": ((0, 12), (1.0, 0.6)),
-    }  # fmt: skip
+        "k": ((1, 5, 0, 97), None),
+        "p": (None, (0.9, 1.0, 0.01)),
+        "k_and_p": ((9, 40, 3), (0.8, 0.99, 1.0)),
+        "mixed": ((0, 7, 0, 30), (0.7, 0.5, 1.0, 1.0)),
+        "mixed_p_after_k": ((0, 12), (1.0, 0.6)),
+    }
     small = {name: filters(97, *given) for name, given in settings.items()} | {"one": filters(1, (1, 3), (0.5, 1.0))}
     wide = {"k_and_p": ((20,) * 8, (0.95,) * 8), "p": (None, (0.95,) * 8)}
     large = {f"vocab_248320_{name}": filters(248_320, *given) for name, given in wide.items()}

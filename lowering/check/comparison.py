@@ -232,10 +232,15 @@ class Comparison:
     def sheet(self) -> Sheet:
         """One row a kernel."""
         rows = [
-            (x.kernel, number(x.error), "" if x.error is None else f"{x.error / self.rounding:.2f}",
-             duration(x.seconds), x.failed or x.refused or "")
+            (
+                x.kernel,
+                number(x.error),
+                "" if x.error is None else f"{x.error / self.rounding:.2f}",
+                duration(x.seconds),
+                x.failed or x.refused or "",
+            )
             for x in self.outcomes
-        ]  # fmt: skip
+        ]
         columns = ("kernel", "largest error", "in roundings", "time", "remarks")
         first = self.outcomes[0]
         title = f"{first.op}: kernels in {first.dtype} against the reference in float64"

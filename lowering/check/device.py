@@ -62,9 +62,8 @@ class Checked:
         """One row a case, those that failed first."""
         ordered = sorted(self.outcomes, key=lambda outcome: outcome.ok)
         rows = [
-            (x.op, x.kernel, x.case, x.dtype, number(x.error), number(x.bound), duration(x.seconds))
-            for x in ordered
-        ]  # fmt: skip
+            (x.op, x.kernel, x.case, x.dtype, number(x.error), number(x.bound), duration(x.seconds)) for x in ordered
+        ]
         marked = [index for index, outcome in enumerate(ordered) if not outcome.ok]
         columns = ("op", "kernel", "case", "dtype", "largest error", "bound", "time")
         said = [x.failed or x.refused or "" for x in ordered]
@@ -150,10 +149,16 @@ def _summary(op: str, kernel: str, found: Sequence[Outcome]) -> tuple[str, ...]:
 def environment(device: torch.device, target: Target) -> dict[str, str]:
     """What a report says about the machine."""
     found = {
-        "device": str(device), "target": target.name, "machine": target.title, **target.versions,
+        "device": str(device),
+        "target": target.name,
+        "machine": target.title,
+        **target.versions,
         "SoC": detect.soc_of(device) if device.type == "npu" else "",
-        "torch": torch.__version__, "python": platform.python_version(), "platform": platform.platform(),
-        "processor": platform.processor(), "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": platform.processor(),
+        "threads": str(torch.get_num_threads()),
         "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-    }  # fmt: skip
+    }
     return {name: value for name, value in found.items() if value}

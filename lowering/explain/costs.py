@@ -96,9 +96,12 @@ def _chosen(a: Arguments, out: Any) -> int:
 
 
 _PRODUCTS = (
-    "aten::_int_mm", "funcmodels::choice_products", "funcmodels::int8_product", "funcmodels::packed_int8_product",
+    "aten::_int_mm",
+    "funcmodels::choice_products",
+    "funcmodels::int8_product",
+    "funcmodels::packed_int8_product",
     "funcmodels::packed_linear",
-)  # fmt: skip
+)
 _CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 ATEN = Formulas(
     flops={

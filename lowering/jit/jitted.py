@@ -113,9 +113,14 @@ class Jitted:
     """A function with its captures. Call it as the function. `captures` counts them."""
 
     def __init__(
-        self, function: Callable[..., Any], donate: Sequence[str], buckets: Sequence[int] | None, backend: str | None,
-        watch: Callable[[], AbstractContextManager[object]] | None = None, fixed: Sequence[str] = ("params",),
-    ) -> None:  # fmt: skip
+        self,
+        function: Callable[..., Any],
+        donate: Sequence[str],
+        buckets: Sequence[int] | None,
+        backend: str | None,
+        watch: Callable[[], AbstractContextManager[object]] | None = None,
+        fixed: Sequence[str] = ("params",),
+    ) -> None:
         self.function = function
         self.name = getattr(inspect.unwrap(_innermost(function)), "__name__", type(function).__name__)
         self.signature = inspect.signature(function)

@@ -211,9 +211,16 @@ def trace(
     graph.recompile()
     found = made[0]
     return Program(
-        graph, tuple(found.leaves), tuple(found.nodes), found.spec, used, _written(graph, count),
-        frozenset(found.homes), found.notes.tape, tuple(found.reads),
-    )  # fmt: skip
+        graph,
+        tuple(found.leaves),
+        tuple(found.nodes),
+        found.spec,
+        used,
+        _written(graph, count),
+        frozenset(found.homes),
+        found.notes.tape,
+        tuple(found.reads),
+    )
 
 
 def _without_unused(graph: GraphModule, tensors: int) -> tuple[int, ...]:

@@ -31,9 +31,11 @@ class HostSymbols(ShapeEnv):
     def __init__(self) -> None:
         # A length is never taken for a constant because it is 0 or 1, nor for another that is equal by chance.
         super().__init__(
-            allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, specialize_zero_one=False,
+            allow_scalar_outputs=False,
+            allow_dynamic_output_shape_ops=False,
+            specialize_zero_one=False,
             duck_shape=False,
-        )  # fmt: skip
+        )
 
     def symbol(self, name: str, value: int) -> torch.SymInt:
         """A symbol that shape functions outside Torch see as `value`."""

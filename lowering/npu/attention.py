@@ -241,9 +241,16 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float, layout: str, mode: 
     if mode != UNMASKED:
         rows["atten_mask"] = shared_mask(q.device)
     return npu.npu_fused_infer_attention_score_v2(
-        q, k, v, num_query_heads=heads, num_key_value_heads=kv_heads, softmax_scale=scale, input_layout=layout,
-        sparse_mode=mode, **rows,
-    )[0]  # fmt: skip
+        q,
+        k,
+        v,
+        num_query_heads=heads,
+        num_key_value_heads=kv_heads,
+        softmax_scale=scale,
+        input_layout=layout,
+        sparse_mode=mode,
+        **rows,
+    )[0]
 
 
 def _refuse_dense(q, k, v, rows, *, scale, window=None) -> str | None:

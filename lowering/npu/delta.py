@@ -99,11 +99,16 @@ def _steps(inputs: tuple[Tensor, ...], before: Tensor) -> tuple[Tensor, Tensor]:
         pool[:, 0] = before
         pool = pool.flatten(0, 1)
     out, after = npu.npu_recurrent_gated_delta_rule_functional(
-        q, k, v, pool, scale=1.0, beta=b,
+        q,
+        k,
+        v,
+        pool,
+        scale=1.0,
+        beta=b,
         actual_seq_lengths=torch.full((rows,), steps, dtype=torch.int32, device=q.device),
         ssm_state_indices=torch.arange(rows * steps, dtype=torch.int32, device=q.device),
         **{"gk" if g.ndim == k.ndim else "g": g},
-    )  # fmt: skip
+    )
     return out.unflatten(0, (rows, steps)), after.unflatten(0, (rows, steps))
 
 

@@ -269,9 +269,16 @@ def _padded_width(key_dim: int, v_dim: int) -> int:
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, layout: str, lse: bool, **rows: Any) -> tuple[Tensor, Tensor]:
     return npu.npu_fused_infer_attention_score_v2(
-        q, k, v, num_query_heads=q.shape[-2], num_key_value_heads=k.shape[-2], softmax_scale=scale, input_layout=layout,
-        return_softmax_lse=lse, **rows,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        num_query_heads=q.shape[-2],
+        num_key_value_heads=k.shape[-2],
+        softmax_scale=scale,
+        input_layout=layout,
+        return_softmax_lse=lse,
+        **rows,
+    )
 
 
 def _with_padding(out: Tensor, tokens: int, like: Tensor, v_dim: int) -> Tensor:
@@ -530,9 +537,15 @@ def _norm_rope(pages, kv, weight, cos, sin, slots, *, eps):
     # The caches' public shape is that of plain pages, also where the bytes are tiled; the rope's comes first.
     caches = (pool.values.view(-1, pool.page_size, 1, pool.width) for pool in (pages.rope, pages.latent))
     rope, latent = npu.npu_kv_rmsnorm_rope_cache_v2(
-        kv[:, None, None].contiguous(), weight.contiguous(), *angles, slots.long().contiguous(), *caches, epsilon=eps,
-        cache_mode="PA_NZ" if tiled else "PA_BNSD", is_output_kv=True,
-    )  # fmt: skip
+        kv[:, None, None].contiguous(),
+        weight.contiguous(),
+        *angles,
+        slots.long().contiguous(),
+        *caches,
+        epsilon=eps,
+        cache_mode="PA_NZ" if tiled else "PA_BNSD",
+        is_output_kv=True,
+    )
     return pages, Latents(latent[:, 0, 0], rope[:, 0, 0])
 
 
@@ -541,9 +554,13 @@ def _refuse_composed(pages, kv, weight, cos, sin, slots, *, eps) -> str | None:
 
 
 @fused(
-    latent_norm_rope_write, "npu_rms_norm_rope_scatter", "npu_rms_norm", "npu_rotary_mul", SCATTER,
+    latent_norm_rope_write,
+    "npu_rms_norm_rope_scatter",
+    "npu_rms_norm",
+    "npu_rotary_mul",
+    SCATTER,
     refuse=_refuse_composed,
-)  # fmt: skip
+)
 def _norm_rope_scatter(pages, kv, weight, cos, sin, slots, *, eps):
     latent, rope = kv.split((weight.shape[0], kv.shape[1] - weight.shape[0]), -1)
     latent = npu.npu_rms_norm(latent.contiguous(), weight.contiguous(), epsilon=eps)[0]

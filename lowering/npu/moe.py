@@ -110,9 +110,15 @@ def _refuse_grouped(logits, *, top_k, groups, kept_groups, scale) -> str | None:
 def _route_grouped(logits, *, top_k, groups, kept_groups, scale):
     # It scales what it returns, and leaves the softmax as it is over those chosen.
     weights, ids, _ = npu.npu_moe_gating_top_k(
-        logits, top_k, k_group=kept_groups, group_count=groups, group_select_mode=BY_BEST, renorm=NORM_FIRST,
-        norm_type=SOFTMAX, routed_scaling_factor=scale,
-    )  # fmt: skip
+        logits,
+        top_k,
+        k_group=kept_groups,
+        group_count=groups,
+        group_select_mode=BY_BEST,
+        renorm=NORM_FIRST,
+        norm_type=SOFTMAX,
+        routed_scaling_factor=scale,
+    )
     return weights, ids
 
 
@@ -128,9 +134,16 @@ def _refuse_sigmoid(logits, bias, *, top_k, groups, kept_groups, scale, renormal
 @fused(route_sigmoid, "npu_moe_gating_top_k", "npu_moe_gating_top_k", refuse=_refuse_sigmoid)
 def _route_sigmoid(logits, bias, *, top_k, groups, kept_groups, scale, renormalise):
     weights, ids, _ = npu.npu_moe_gating_top_k(
-        logits, top_k, bias=bias, k_group=kept_groups, group_count=groups, group_select_mode=BY_BEST_TWO,
-        renorm=NORM_FIRST, norm_type=SIGMOID, routed_scaling_factor=scale,
-    )  # fmt: skip
+        logits,
+        top_k,
+        bias=bias,
+        k_group=kept_groups,
+        group_count=groups,
+        group_select_mode=BY_BEST_TWO,
+        renorm=NORM_FIRST,
+        norm_type=SIGMOID,
+        routed_scaling_factor=scale,
+    )
     return weights, ids
 
 
@@ -167,10 +180,17 @@ def _experts(x, weights, ids, gate_up, down, *, caps=None):
 def routed(x: Tensor, ids: Tensor, experts: int, *, quant_mode: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows of x grouped by expert, the place of each flat choice among them, rows of each expert, scales of rows."""
     return npu.npu_moe_init_routing_v2(
-        x.contiguous(), ids.int().contiguous(), active_num=ids.numel(), expert_num=experts, drop_pad_mode=0,
-        expert_tokens_num_type=1, expert_tokens_num_flag=True, quant_mode=quant_mode,
-        active_expert_range=[0, experts], row_idx_type=0,
-    )  # fmt: skip
+        x.contiguous(),
+        ids.int().contiguous(),
+        active_num=ids.numel(),
+        expert_num=experts,
+        drop_pad_mode=0,
+        expert_tokens_num_type=1,
+        expert_tokens_num_flag=True,
+        quant_mode=quant_mode,
+        active_expert_range=[0, experts],
+        row_idx_type=0,
+    )
 
 
 def _product(rows: Tensor, weight: Tensor | PreparedWeight, sizes: Tensor) -> Tensor:

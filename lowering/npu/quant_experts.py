@@ -349,9 +349,16 @@ def _product(
 ) -> Tensor:
     """Each expert's int8 rows times its weight, and all scales."""
     return npu.npu_grouped_matmul(
-        [rows], [weight.weight], per_token_scale=[token_scale], group_list=sizes, group_list_type=COUNTS,
-        group_type=ROWS_OF_X, split_item=ONE_OUTPUT, output_dtype=dtype, **weight.factors(dtype),
-    )[0]  # fmt: skip
+        [rows],
+        [weight.weight],
+        per_token_scale=[token_scale],
+        group_list=sizes,
+        group_list_type=COUNTS,
+        group_type=ROWS_OF_X,
+        split_item=ONE_OUTPUT,
+        output_dtype=dtype,
+        **weight.factors(dtype),
+    )[0]
 
 
 @fused(

@@ -164,9 +164,15 @@ def _refuse_blocks(x, weight) -> str | None:
 
 
 @fused(
-    linear, DYNAMIC, "npu_dynamic_quant", "npu_quant_matmul", "npu_format_cast",
-    refuse=_refuse_dynamic, prepare=_prepare_dynamic, weights=(Int8Weight,),
-)  # fmt: skip
+    linear,
+    DYNAMIC,
+    "npu_dynamic_quant",
+    "npu_quant_matmul",
+    "npu_format_cast",
+    refuse=_refuse_dynamic,
+    prepare=_prepare_dynamic,
+    weights=(Int8Weight,),
+)
 def _dynamic(x, weight):
     rows, token_scale = npu.npu_dynamic_quant(_flat(x), dst_type=torch.int8)
     if isinstance(weight, Int8Blocks):
@@ -178,9 +184,15 @@ def _dynamic(x, weight):
 
 
 @fused(
-    linear, STATIC, "npu_quantize", "npu_quant_matmul", "npu_format_cast",
-    refuse=_refuse_static, prepare=_prepare_static, weights=(StaticInt8Weight,),
-)  # fmt: skip
+    linear,
+    STATIC,
+    "npu_quantize",
+    "npu_quant_matmul",
+    "npu_format_cast",
+    refuse=_refuse_static,
+    prepare=_prepare_static,
+    weights=(StaticInt8Weight,),
+)
 def _static(x, weight):
     if isinstance(weight, StaticInt8Blocks):
         values, scale, factor, offset = weight.blocked, weight.scale, weight.reciprocal, weight.offset
@@ -193,25 +205,34 @@ def _static(x, weight):
 
 
 @fused(
-    linear, BLOCKS, "npu_dynamic_mx_quant", "npu_quant_matmul",
-    refuse=_refuse_blocks, prepare=_prepare_blocks, weights=(MXFP8Weight,),
-)  # fmt: skip
+    linear,
+    BLOCKS,
+    "npu_dynamic_mx_quant",
+    "npu_quant_matmul",
+    refuse=_refuse_blocks,
+    prepare=_prepare_blocks,
+    weights=(MXFP8Weight,),
+)
 def _blocks(x, weight):
     rows, token_scale = by_block(F.pad(_flat(x), weight.padding))
     pairs = weight.pairs if isinstance(weight, MXFP8Pairs) else in_pairs(weight.scale)
     # Both are views of rows by output, which the product tells by their strides.
     y = npu.npu_quant_matmul(
-        rows, weight.values.mT, turned(pairs), pertoken_scale=token_scale, output_dtype=x.dtype,
-        scale_dtype=EXPONENT, pertoken_scale_dtype=EXPONENT, group_sizes=[1, 1, MX_BLOCK],
-    )  # fmt: skip
+        rows,
+        weight.values.mT,
+        turned(pairs),
+        pertoken_scale=token_scale,
+        output_dtype=x.dtype,
+        scale_dtype=EXPONENT,
+        pertoken_scale_dtype=EXPONENT,
+        group_sizes=[1, 1, MX_BLOCK],
+    )
     return y.view(*x.shape[:-1], -1)
 
 
 def by_block(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [rows inputs] in float8, and its exponents [rows pairs 2]."""
-    return npu.npu_dynamic_mx_quant(
-        x, axis=-1, round_mode="rint", dst_type=FLOAT8, block_size=MX_BLOCK, scale_alg=OCP
-    )  # fmt: skip
+    return npu.npu_dynamic_mx_quant(x, axis=-1, round_mode="rint", dst_type=FLOAT8, block_size=MX_BLOCK, scale_alg=OCP)
 
 
 def turned(pairs: Tensor) -> Tensor:

@@ -111,9 +111,12 @@ def _refuse_applied_pairs(x, cos, sin) -> str | None:
 
 
 @fused(
-    rotary_interleaved, "npu_apply_rotary_pos_emb", "npu_apply_rotary_pos_emb", only=PARTIAL,
+    rotary_interleaved,
+    "npu_apply_rotary_pos_emb",
+    "npu_apply_rotary_pos_emb",
+    only=PARTIAL,
     refuse=_refuse_applied_pairs,
-)  # fmt: skip
+)
 def _pairs_in_one(x, cos, sin):
     halves = side_by_side(cos, torch.float32), side_by_side(sin, torch.float32)
     x = _sorted(x, 2 * cos.shape[1])

@@ -103,9 +103,16 @@ def _over_gathered(q: Tensor, k_pages: Tensor, v_pages: Tensor, places: Tensor, 
     # A mask hides the scores of what is not selected; its values must be numbers, for a weight of zero keeps NaN.
     k, v = (torch.where(valid[..., None, None], pool.flatten(0, 1)[slots], 0) for pool in (k_pages, v_pages))
     y, _ = npu.npu_fused_infer_attention_score_v2(
-        q[:, None].contiguous(), k, v, atten_mask=~valid[:, None, None], num_query_heads=q.shape[1],
-        num_key_value_heads=k.shape[2], softmax_scale=scale, input_layout="BSND", sparse_mode=0,
-    )  # fmt: skip
+        q[:, None].contiguous(),
+        k,
+        v,
+        atten_mask=~valid[:, None, None],
+        num_query_heads=q.shape[1],
+        num_key_value_heads=k.shape[2],
+        softmax_scale=scale,
+        input_layout="BSND",
+        sparse_mode=0,
+    )
     # The operator leaves open what a query gets that sees nothing.
     return torch.where(valid[:, :1, None], y[:, 0], 0)
 

@@ -28,9 +28,16 @@ _NZ_BYTES = 32
 
 
 def _scatter_pa_like(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor,
-    compress_lens: Tensor | None, compress_seq_offsets: Tensor | None, seq_lens: Tensor | None, cache_mode: str | None,
-) -> None:  # fmt: skip
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    compress_lens: Tensor | None,
+    compress_seq_offsets: Tensor | None,
+    seq_lens: Tensor | None,
+    cache_mode: str | None,
+) -> None:
     need_default(compress_lens=compress_lens, compress_seq_offsets=compress_seq_offsets, seq_lens=seq_lens)
     need(cache_mode in (None, "Norm", "PA_NZ"), f"cache_mode is {cache_mode!r}; expected 'Norm' or 'PA_NZ'")
     need_dtype(_CACHED, key=key)
@@ -65,9 +72,16 @@ def _need_cache(name: str, new: Tensor, cache: Tensor, mode: str | None) -> None
 
 @operator("npu_scatter_pa_kv_cache", shapes=_scatter_pa_like)
 def npu_scatter_pa_kv_cache(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor,
-    compress_lens: Tensor | None, compress_seq_offsets: Tensor | None, seq_lens: Tensor | None, cache_mode: str | None,
-) -> None:  # fmt: skip
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    compress_lens: Tensor | None,
+    compress_seq_offsets: Tensor | None,
+    seq_lens: Tensor | None,
+    cache_mode: str | None,
+) -> None:
     """Write each token's key and value at its slot. The default layout of the caches is NZ, not `Norm`.
 
     Slots named more than once are documented to hold nothing certain afterwards: they get NaN.

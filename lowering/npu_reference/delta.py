@@ -28,9 +28,14 @@ def _need_given(**arguments: object) -> None:
 
 
 def _need_tokens(
-    query: Tensor, key: Tensor, value: Tensor, state: Tensor, beta: Tensor, g: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
     states: tuple[torch.dtype, ...],
-) -> None:  # fmt: skip
+) -> None:
     """Shapes and dtypes that both operators share. How many states there are is left to each."""
     need_dtype((torch.bfloat16,), query=query, key=key, value=value, beta=beta)
     need_dtype(states, state=state)
@@ -135,9 +140,15 @@ def _steps(
 
 
 def _chunk_like(
-    query: Tensor, key: Tensor, value: Tensor, beta: Any, initial_state: Any, actual_seq_lengths: Any, scale: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Any,
+    initial_state: Any,
+    actual_seq_lengths: Any,
+    scale: Any,
     g: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     _need_given(beta=beta, initial_state=initial_state, actual_seq_lengths=actual_seq_lengths, scale=scale, g=g)
     _need_tokens(query, key, value, initial_state, beta, g, (torch.bfloat16,))
     _need_at_most(64, query, value, 1, "heads")
@@ -150,9 +161,15 @@ def _chunk_like(
 
 @operator("npu_chunk_gated_delta_rule", shapes=_chunk_like)
 def npu_chunk_gated_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, initial_state: Tensor, actual_seq_lengths: Tensor,
-    scale: float, g: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    actual_seq_lengths: Tensor,
+    scale: float,
+    g: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Outputs of all tokens, and the state of each request after its last. Computed token by token here."""
     _need_lengths(actual_seq_lengths, len(value), len(value))
     final, out, token = initial_state.clone(), [], 0

@@ -140,9 +140,14 @@ def _need_range(active: list[int], experts: int) -> None:
 
 @operator("npu_moe_init_routing_v2", shapes=_routing_like)
 def npu_moe_init_routing_v2(
-    x: Tensor, expert_idx: Tensor, expert_num: int, active_expert_range: list[int], row_idx_type: int, quant_mode: int,
+    x: Tensor,
+    expert_idx: Tensor,
+    expert_num: int,
+    active_expert_range: list[int],
+    row_idx_type: int,
+    quant_mode: int,
     **rest: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(rows of x grouped by expert, where they are, rows of each expert, scales of the rows).
 
     With quant_mode 1 rows are int8 by token, else scales are undefined. Places are, for row_idx_type 0, the row of each
@@ -168,9 +173,12 @@ def npu_moe_init_routing_v2(
 
 
 def _unpermute_like(
-    permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor | None, padded_mode: bool,
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None,
+    padded_mode: bool,
     restore_shape: list[int] | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     need_default(restore_shape=restore_shape)
     need(not padded_mode, "padded_mode is True; the operator takes False only")
     need_dtype(FLOATS, permuted_tokens=permuted_tokens)
@@ -188,9 +196,12 @@ def _unpermute_like(
 
 @operator("npu_moe_token_unpermute", shapes=_unpermute_like)
 def npu_moe_token_unpermute(
-    permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor | None, padded_mode: bool,
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None,
+    padded_mode: bool,
     restore_shape: list[int] | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Sum over each token's choices of probability times row, in float32, rounded once."""
     need_values(0, len(sorted_indices) - 1, "rows", sorted_indices=sorted_indices)
     need(len(sorted_indices.unique()) == len(sorted_indices), "sorted_indices names a row twice")

@@ -93,9 +93,15 @@ def npu_dynamic_quant(input: Tensor, **rest: object) -> tuple[Tensor, Tensor]:
 
 
 def _blocks_like(
-    input: Tensor, axis: int, round_mode: str, dst_type: int, block_size: int, scale_alg: int | None,
-    dst_type_max: float, max_low_bound: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    input: Tensor,
+    axis: int,
+    round_mode: str,
+    dst_type: int,
+    block_size: int,
+    scale_alg: int | None,
+    dst_type_max: float,
+    max_low_bound: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     need_dtype(FLOATS, input=input)
     need_rank(1, 7, input=input)
     need(axis in (-1, input.dim() - 1), f"axis is {axis}; the reference covers the last one")
@@ -144,9 +150,15 @@ def of_blocks(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def _swiglu_like(
-    x: Tensor, quant_mode: int, swiglu_mode: int, activate_left: bool, clamp_limit: float, glu_alpha: float,
-    glu_bias: float, **rest: object,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    quant_mode: int,
+    swiglu_mode: int,
+    activate_left: bool,
+    clamp_limit: float,
+    glu_alpha: float,
+    glu_bias: float,
+    **rest: object,
+) -> tuple[Tensor, Tensor]:
     need_default(**rest)
     need(quant_mode == 1, f"quant_mode is {quant_mode}; the reference covers 1, a scale for each token")
     need(swiglu_mode == 0, f"swiglu_mode is {swiglu_mode}; the reference covers 0, without clamping")

@@ -48,10 +48,17 @@ _LAID = {
 
 
 def _matmul_like(
-    x1: Tensor, x2: Tensor, scale: Tensor, pertoken_scale: Tensor | None, bias: Tensor | None,
-    output_dtype: int | None, pertoken_scale_dtype: int | None, scale_dtype: int | None, group_sizes: list[int] | None,
+    x1: Tensor,
+    x2: Tensor,
+    scale: Tensor,
+    pertoken_scale: Tensor | None,
+    bias: Tensor | None,
+    output_dtype: int | None,
+    pertoken_scale_dtype: int | None,
+    scale_dtype: int | None,
+    group_sizes: list[int] | None,
     **rest: Any,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     need_default(**rest)
     out = output(output_dtype)
     need_rank(2, 2, x1=x1, x2=x2)
@@ -105,9 +112,14 @@ def _need_blocks(x: Tensor, weight: Tensor, scale: Tensor, token_scale: Tensor |
 
 @operator("npu_quant_matmul", shapes=_matmul_like)
 def npu_quant_matmul(
-    x1: Tensor, x2: Tensor, scale: Tensor, pertoken_scale: Tensor | None, bias: Tensor | None, output_dtype: int,
+    x1: Tensor,
+    x2: Tensor,
+    scale: Tensor,
+    pertoken_scale: Tensor | None,
+    bias: Tensor | None,
+    output_dtype: int,
     **rest: Any,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """(x1 @ x2 + bias) * scale * pertoken_scale; for float8 the product of the numbers that blocks stand for."""
     out = output(output_dtype)
     if x1.dtype == FP8:
@@ -144,9 +156,14 @@ def only(tensors: Tensors, name: str) -> Tensor:
 
 
 def need_quantized_factors(
-    x: Tensor, weight: Tensor, bias: Tensors, scale: Tensors, per_token_scale: Tensors, output_dtype: int | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensors,
+    scale: Tensors,
+    per_token_scale: Tensors,
+    output_dtype: int | None,
     dtypes: tuple[int | None, int | None],
-) -> tuple[int, torch.dtype]:  # fmt: skip
+) -> tuple[int, torch.dtype]:
     """Checks the factors of a quantised `npu_grouped_matmul`; the outputs, and their dtype."""
     need_rank(2, 2, x=x)
     need_rank(3, 3, weight=weight)
@@ -282,9 +299,14 @@ def _need_int8_groups(x: Tensor, weight: Tensor, scale: Tensor, token_scale: Ten
 
 @operator("npu_grouped_matmul_swiglu_quant_v2", shapes=_swiglu_quant_like)
 def npu_grouped_matmul_swiglu_quant_v2(
-    x: Tensor, weight: list[Tensor], weight_scale: list[Tensor], x_scale: Tensor, group_list: Tensor,
-    group_list_type: int, **rest: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: list[Tensor],
+    weight_scale: list[Tensor],
+    x_scale: Tensor,
+    group_list: Tensor,
+    group_list_type: int,
+    **rest: Any,
+) -> tuple[Tensor, Tensor]:
     """a * sigmoid(a) * b, where a and b are the halves of each group's product, quantised as x is.
 
     To (float8 e4m3, exponents in pairs) or (int8, the scale of each row); the product is rounded to float32.

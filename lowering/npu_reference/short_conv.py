@@ -45,9 +45,15 @@ def _conv_like(
 
 @operator("npu_fused_causal_conv1d", shapes=_conv_like)
 def npu_fused_causal_conv1d(
-    x: Tensor, weight: Tensor, conv_states: Tensor, query_start_loc: Tensor, cache_indices: Tensor,
-    residual_connection: int, max_query_len: int = -1, **rest: Any,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    conv_states: Tensor,
+    query_start_loc: Tensor,
+    cache_indices: Tensor,
+    residual_connection: int,
+    max_query_len: int = -1,
+    **rest: Any,
+) -> Tensor:
     """Each token's weighted sum of itself and the two before it, tap 0 on the oldest. Writes `conv_states` in place."""
     starts, slots = query_start_loc.tolist(), cache_indices.tolist()
     need_values(0, len(conv_states) - 1, "slots", cache_indices=cache_indices)

@@ -96,10 +96,17 @@ def _need_pages(key: Tensor, lengths: Tensor | None, table: Tensor | None, reque
 
 @operator("npu_lightning_indexer", shapes=_indexer_like)
 def npu_lightning_indexer(
-    query: Tensor, key: Tensor, weights: Tensor, actual_seq_lengths_query: Tensor | None,
-    actual_seq_lengths_key: Tensor, block_table: Tensor, layout_query: str, sparse_count: int, sparse_mode: int,
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_key: Tensor,
+    block_table: Tensor,
+    layout_query: str,
+    sparse_count: int,
+    sparse_mode: int,
     **rest: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Ids of the best keys of each query, valid ones first, then -1; of equal ones the lower. Keys have no order else.
 
     Mode 3 lets the last query of a request see its last key, the one before it one less. Values are not returned.

@@ -183,18 +183,25 @@ def _packed_product(rows: Tensor, packed: Tensor, scale: Tensor, zeros: Tensor) 
 
 
 _packed_operator = torch.library.custom_op(
-    "funcmodels::packed_int8_product", _packed_product, mutates_args=(),
+    "funcmodels::packed_int8_product",
+    _packed_product,
+    mutates_args=(),
     schema="(Tensor rows, Tensor packed, Tensor scale, Tensor zeros) -> Tensor",
-)  # fmt: skip
+)
 _packed_operator.register_fake(
     lambda rows, packed, scale, zeros: rows.new_empty((rows.shape[0], scale.shape[0]), dtype=torch.float32)
 )
 
 
 @linear.kernel(
-    "torch_int8_packed", targets=("cpu",), refuse=_refuse_packed, batches=False, differentiable=False,
-    prepare=_pack_int8, weights=(Int8Weight, Int4Weight),
-)  # fmt: skip
+    "torch_int8_packed",
+    targets=("cpu",),
+    refuse=_refuse_packed,
+    batches=False,
+    differentiable=False,
+    prepare=_pack_int8,
+    weights=(Int8Weight, Int4Weight),
+)
 def _int8_packed(x, weight):
     rows, scale = int8_tokens(x.reshape(-1, x.shape[-1]))
     product = _packed_operator if tracing() else _packed_product
@@ -203,13 +210,23 @@ def _int8_packed(x, weight):
 
 
 @linear.kernel(
-    "cuda_int8", targets=("cuda",), refuse=_refuse_int8_on_cuda, batches=False, differentiable=False,
-    prepare=_int8_form, weights=INT8,
-)  # fmt: skip
+    "cuda_int8",
+    targets=("cuda",),
+    refuse=_refuse_int8_on_cuda,
+    batches=False,
+    differentiable=False,
+    prepare=_int8_form,
+    weights=INT8,
+)
 @linear.kernel(
-    "torch_int8", targets=("cpu",), refuse=_refuse_int8, batches=False, differentiable=False,
-    prepare=_int8_form, weights=INT8,
-)  # fmt: skip
+    "torch_int8",
+    targets=("cpu",),
+    refuse=_refuse_int8,
+    batches=False,
+    differentiable=False,
+    prepare=_int8_form,
+    weights=INT8,
+)
 def _int8(x, weight):
     weight = _int8_form(weight) or weight
     rows, dtype = x.reshape(-1, x.shape[-1]), wide_dtype(x)
@@ -233,8 +250,12 @@ class MXMatrix(PreparedWeight):
     """
 
     kernels = (
-        "torch_mxfp8", "torch_mxfp4", "torch_quantized_grouped", "torch_quantized_gathered", "cuda_quantized_gathered",
-    )  # fmt: skip
+        "torch_mxfp8",
+        "torch_mxfp4",
+        "torch_quantized_grouped",
+        "torch_quantized_gathered",
+        "cuda_quantized_gathered",
+    )
 
     values: Tensor
     padding: tuple[int, int] = static()
@@ -305,13 +326,23 @@ _rows_operator.register_fake(lambda x: torch.empty_like(x, dtype=_PRODUCTS.get(x
 
 
 @linear.kernel(
-    "torch_mxfp4", targets=EVERY, refuse=_wrong_width, batches=False, differentiable=False, prepare=_matrix,
+    "torch_mxfp4",
+    targets=EVERY,
+    refuse=_wrong_width,
+    batches=False,
+    differentiable=False,
+    prepare=_matrix,
     weights=(MXFP4Weight,),
-)  # fmt: skip
+)
 @linear.kernel(
-    "torch_mxfp8", targets=EVERY, refuse=_wrong_width, batches=False, differentiable=False, prepare=_matrix,
+    "torch_mxfp8",
+    targets=EVERY,
+    refuse=_wrong_width,
+    batches=False,
+    differentiable=False,
+    prepare=_matrix,
     weights=(MXFP8Weight,),
-)  # fmt: skip
+)
 def _mx(x, weight):
     matrix = _matrix(weight) or weight
     rows = _mx_rows(x, matrix)
@@ -360,9 +391,15 @@ Products = Callable[[Tensor, Any], Tensor]
 
 
 @experts.kernel(
-    "torch_quantized_grouped", targets=("cpu",), refuse=_refuse_grouped, host_reads=True, batches=False,
-    differentiable=False, prepare=_expert_form, weights=OF_EXPERTS,
-)  # fmt: skip
+    "torch_quantized_grouped",
+    targets=("cpu",),
+    refuse=_refuse_grouped,
+    host_reads=True,
+    batches=False,
+    differentiable=False,
+    prepare=_expert_form,
+    weights=OF_EXPERTS,
+)
 def _grouped(x, weights, ids, gate_up, down, *, caps=None):
     """Each expert once, over the tokens that chose it."""
     if not ids.numel():
@@ -383,13 +420,23 @@ def _grouped(x, weights, ids, gate_up, down, *, caps=None):
 
 
 @experts.kernel(
-    "cuda_quantized_gathered", targets=("cuda",), refuse=_refuse_gathered_on_cuda, batches=False,
-    differentiable=False, prepare=_expert_form, weights=OF_EXPERTS,
-)  # fmt: skip
+    "cuda_quantized_gathered",
+    targets=("cuda",),
+    refuse=_refuse_gathered_on_cuda,
+    batches=False,
+    differentiable=False,
+    prepare=_expert_form,
+    weights=OF_EXPERTS,
+)
 @experts.kernel(
-    "torch_quantized_gathered", targets=("cpu",), refuse=_refuse_gathered, batches=False,
-    differentiable=False, prepare=_expert_form, weights=OF_EXPERTS,
-)  # fmt: skip
+    "torch_quantized_gathered",
+    targets=("cpu",),
+    refuse=_refuse_gathered,
+    batches=False,
+    differentiable=False,
+    prepare=_expert_form,
+    weights=OF_EXPERTS,
+)
 def _gathered(x, weights, ids, gate_up, down, *, caps=None):
     """For few tokens: of the weights only what was chosen, and nothing is read from a device."""
     if not ids.numel():
@@ -418,9 +465,11 @@ def _choice_products(rows: Tensor, stored: Tensor, scale: Tensor | None, expert:
 
 # A captured program calls it whole: taken apart, it would copy every expert that is chosen.
 _choices_operator = torch.library.custom_op(
-    "funcmodels::choice_products", _choice_products, mutates_args=(),
+    "funcmodels::choice_products",
+    _choice_products,
+    mutates_args=(),
     schema="(Tensor rows, Tensor stored, Tensor? scale, Tensor expert) -> Tensor",
-)  # fmt: skip
+)
 _choices_operator.register_fake(
     lambda rows, stored, scale, expert: rows.new_empty(
         (rows.shape[0], stored.shape[1]), dtype=torch.int32 if stored.dtype == torch.int8 else rows.dtype

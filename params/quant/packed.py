@@ -20,8 +20,11 @@ CONFIG, SECTION, SUFFIX = "config.json", "quantization_config", "weight_packed"
 _METHOD, _FORMAT = "compressed-tensors", "mxfp4-pack-quantized"
 _WEIGHTS: dict[str, Any] = {"num_bits": 4, "type": "float", "group_size": MX_BLOCK}
 _WEIGHTS_OR_ABSENT: dict[str, Any] = {
-    "strategy": "group", "symmetric": True, "dynamic": False, "scale_dtype": "torch.uint8",
-}  # fmt: skip
+    "strategy": "group",
+    "symmetric": True,
+    "dynamic": False,
+    "scale_dtype": "torch.uint8",
+}
 
 
 def read_packed(directory: Path, names: Iterable[str]) -> Description | None:
@@ -57,13 +60,19 @@ def written_section(tensors: Mapping[str, Tensor | StoredTensor]) -> dict[str, A
     matrices = [name for name, tensor in tensors.items() if name.endswith(".weight") and len(tensor.shape) == 2]
     plain = sorted(name.removesuffix(".weight") for name in matrices)
     group = {
-        "format": _FORMAT, "targets": ["Linear"], "weights": {**_WEIGHTS, **_WEIGHTS_OR_ABSENT},
-        "input_activations": None, "output_activations": None,
-    }  # fmt: skip
+        "format": _FORMAT,
+        "targets": ["Linear"],
+        "weights": {**_WEIGHTS, **_WEIGHTS_OR_ABSENT},
+        "input_activations": None,
+        "output_activations": None,
+    }
     return {
-        "quant_method": _METHOD, "format": _FORMAT, "quantization_status": "compressed",
-        "config_groups": {"group_0": group}, "ignore": plain,
-    }  # fmt: skip
+        "quant_method": _METHOD,
+        "format": _FORMAT,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": plain,
+    }
 
 
 def _formats(given: Mapping[str, Any]) -> list[Any]:

@@ -252,10 +252,12 @@ def _value(word: str, leaf: TensorSpec, shape: tuple[int, ...], traits: tuple[An
     if word == Int4Weight.scheme:
         slices, seconds = traits
         return unchecked(
-            Int4Weight, packed=TensorSpec((*lead, outputs // 2, inputs), dtype=torch.int8), scale=groups(1),
+            Int4Weight,
+            packed=TensorSpec((*lead, outputs // 2, inputs), dtype=torch.int8),
+            scale=groups(1),
             correction=groups(slices if slices in SLICES else 1),
             second_scale=None if seconds is None else groups(seconds),
-        )  # fmt: skip
+        )
     if word in (MXFP8Weight.scheme, MXFP4Weight.scheme):
         shared: dict[str, Any] = {"scale": rows(-(-inputs // MX_BLOCK), torch.uint8), "padding": (0, 0)}
         if word == MXFP8Weight.scheme:
@@ -263,9 +265,13 @@ def _value(word: str, leaf: TensorSpec, shape: tuple[int, ...], traits: tuple[An
         return unchecked(MXFP4Weight, packed=rows(inputs // 2, torch.uint8), **shared)
     one = TensorSpec((1,), dtype=torch.float32)
     return unchecked(
-        StaticInt8Weight, values=rows(inputs, torch.int8), deq_scale=TensorSpec((outputs,), dtype=traits[0]),
-        correction=TensorSpec((outputs,), dtype=torch.int32), input_scale=one, input_offset=one,
-    )  # fmt: skip
+        StaticInt8Weight,
+        values=rows(inputs, torch.int8),
+        deq_scale=TensorSpec((outputs,), dtype=traits[0]),
+        correction=TensorSpec((outputs,), dtype=torch.int32),
+        input_scale=one,
+        input_offset=one,
+    )
 
 
 def _entry_problems(
