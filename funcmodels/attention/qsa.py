@@ -102,8 +102,8 @@ def indexed_pages(space: Space, kv_heads: int, head_dim: int, index: IndexSizes)
         )
     kv, raw = (page_size, kv_heads, head_dim), (page_size, index.dim)
     shapes = (kv, kv, raw, (page_size // index.ratio, index.dim))
-    kind = {"dtype": space.dtype, "device": space.device}
-    return IndexedPages(*(torch.zeros(space.pages + 1, *shape, **kind) for shape in shapes))
+    pages, dtype, device = space.pages + 1, space.dtype, space.device
+    return IndexedPages(*(torch.zeros(pages, *shape, dtype=dtype, device=device) for shape in shapes))
 
 
 def indexed_attention(

@@ -146,15 +146,9 @@ def tap_names(config: KimiLinearConfig) -> list[str]:
 
 
 def attend(
-    config: KimiLinearConfig,
-    step: Step,
-    index: int,
-    params: KimiDelta | LatentAttention,
-    x: Float[Tensor, "tokens hidden"],
-    *,
-    lower_bound: float | None = None,
-    gated: bool = False,
-) -> tuple[Float[Tensor, "tokens hidden"], Entry | None]:
+    config: KimiLinearConfig, step: Step, index: int, params: KimiDelta | LatentAttention,
+    x: Float[Tensor, "tokens hidden"], *, lower_bound: float | None = None, gated: bool = False,
+) -> tuple[Float[Tensor, "tokens hidden"], Entry | None]:  # fmt: skip
     """What attention of either kind gives. `lower_bound` is that of delta attention, `gated` of latent attention."""
     if isinstance(params, KimiDelta):
         past = step.past(index, DeltaNetState)
@@ -169,14 +163,10 @@ def attend(
 def choose_experts(config: KimiLinearConfig, router: BiasedRouter, x: Float[Tensor, "tokens hidden"]) -> Routing:
     """The experts of each token, and their weights in the router's dtype."""
     weights, ids = ops.route_sigmoid(
-        router_logits(x, exactly(router, BiasedRouter).weight),
-        router.bias,
-        top_k=config.num_experts_per_token,
-        groups=config.num_expert_group,
-        kept_groups=config.topk_group,
-        scale=config.routed_scaling_factor,
-        renormalise=config.moe_renormalize,
-    )
+        router_logits(x, exactly(router, BiasedRouter).weight), router.bias,
+        top_k=config.num_experts_per_token, groups=config.num_expert_group, kept_groups=config.topk_group,
+        scale=config.routed_scaling_factor, renormalise=config.moe_renormalize,
+    )  # fmt: skip
     return Routing(ids, weights)
 
 

@@ -133,15 +133,9 @@ def place_angles(
 
 
 def decoder_layer(
-    config: FlashNextConfig,
-    layer: Layer,
-    x: Float[Tensor, "tokens streams hidden"],
-    batch: Batch,
-    index: int,
-    step: Step,
-    rotary: tuple[Tensor, Tensor],
-    taps: Taps,
-) -> tuple[Float[Tensor, "tokens streams hidden"], Entry | None]:
+    config: FlashNextConfig, layer: Layer, x: Float[Tensor, "tokens streams hidden"], batch: Batch, index: int,
+    step: Step, rotary: tuple[Tensor, Tensor], taps: Taps,
+) -> tuple[Float[Tensor, "tokens streams hidden"], Entry | None]:  # fmt: skip
     """The streams after layer `index`, and its new entry."""
     if layer.ngrams is None:
         kind = DeltaNetState if isinstance(layer.attn, DeltaNet) else IndexedPages
@@ -156,15 +150,9 @@ def decoder_layer(
 
 
 def _blocks(
-    config: FlashNextConfig,
-    layer: Layer,
-    x: Float[Tensor, "tokens streams hidden"],
-    past: DeltaNetState | IndexedPages | None,
-    index: int,
-    step: Step,
-    rotary: tuple[Tensor, Tensor],
-    taps: Taps,
-) -> tuple[Float[Tensor, "tokens streams hidden"], DeltaNetState | IndexedPages | None]:
+    config: FlashNextConfig, layer: Layer, x: Float[Tensor, "tokens streams hidden"],
+    past: DeltaNetState | IndexedPages | None, index: int, step: Step, rotary: tuple[Tensor, Tensor], taps: Taps,
+) -> tuple[Float[Tensor, "tokens streams hidden"], DeltaNetState | IndexedPages | None]:  # fmt: skip
     """The streams after token mixer and experts, each of which reads and writes them through its connection."""
     name, eps = f"layers.{index}", config.rms_norm_eps
     mixed, weights = read_streams(layer.attn_streams, x, eps=eps)
@@ -181,15 +169,9 @@ def _blocks(
 
 
 def _mix(
-    config: FlashNextConfig,
-    params: DeltaNet | IndexedAttention,
-    x: Float[Tensor, "tokens hidden"],
-    past: Any,
-    name: str,
-    step: Step,
-    rotary: tuple[Tensor, Tensor],
-    taps: Taps,
-) -> tuple[Float[Tensor, "tokens hidden"], DeltaNetState | IndexedPages | None]:
+    config: FlashNextConfig, params: DeltaNet | IndexedAttention, x: Float[Tensor, "tokens hidden"], past: Any,
+    name: str, step: Step, rotary: tuple[Tensor, Tensor], taps: Taps,
+) -> tuple[Float[Tensor, "tokens hidden"], DeltaNetState | IndexedPages | None]:  # fmt: skip
     eps = config.rms_norm_eps
     if isinstance(params, DeltaNet):
         heads = {"k_heads": config.linear_num_key_heads, "k_dim": config.linear_key_head_dim}
