@@ -1,4 +1,4 @@
-"""Write into docs/ascend.md how much of each family's work lies in fused operators, and why the rest does not.
+"""Write into docs/ascend.md how much of each family's work is fused, in how many calls, and why the rest is not.
 
     python -m docs.generate_coverage [NAME ...]      # families, those whose names hold NAME; all by default
 
@@ -8,6 +8,7 @@ have changed. It stands between `<!-- coverage -->` and `<!-- end -->`.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import torch
 
 import funcmodels as fm
 import lowering
+from lowering.explain.costs import Cost
 from lowering.explain.stages import parts, percent, why_loose
 from lowering.target import ASCEND, DEFAULT_CANN
 from tests.lowering.npu.published import FAMILIES, FLASH_NEXT, GEMMA3, KIMI_K3, KIMI_LINEAR, LITE
@@ -38,6 +40,8 @@ WHOLE: dict[str, dict[str, Any]] = {
 """Configs with all their layers."""
 PHASES = {"decode": (8, 1, 4095), "verify": (8, 4, 4092), "prefill": (1, 2048, 0)}
 """Rows, new tokens of each, and tokens that each holds before."""
+BEFORE = Path(__file__).with_name("fused_before.json")
+"""The same figures of commit 268c38e, before kernels were held to CANN's host code: calls a layer, shares of bytes."""
 NAMED = 0.01
 """Share of bytes or FLOPs from which on what is left is named."""
 BF16 = torch.bfloat16
@@ -58,22 +62,37 @@ Left = dict[str, dict[str, list[str]]]
 """What is left, by reason, and by phase and share: the targets."""
 
 
-def coverage(name: str) -> tuple[list[str], Left]:
-    """Cells of a family, and what is left."""
+def calls_a_layer(program: lowering.Lowered, layers: int) -> str:
+    """Calls of operators that cost anything, the program's own between its ops among them."""
+    costing = [call.count * sum(one.cost != Cost() for one in call.operators) for call in program.calls]
+    return f"{(sum(costing) + sum(one.cost != Cost() for one in program.between)) / layers:.0f}"
+
+
+def before(name: str, target: str, phase: str) -> str:
+    """Calls a layer and share of bytes as they were, for the same phase."""
+    found = json.loads(BEFORE.read_text(encoding="utf-8")).get(name, {}).get(target, {}).get(phase)
+    return f"{found['calls']:.0f} ({percent(found['bytes'])}) -> " if found else ""
+
+
+def coverage(name: str) -> tuple[list[str], list[str], Left]:
+    """Cells of a family in both tables, and what is left."""
     model = fm.build(WHOLE[name])
     cells: list[str] = []
+    calls: list[str] = []
     left: Left = {}
     for target in ASCEND:
         for phase in PHASES:
             program = lowered(model, phase, target)
             costs = program.cost_analysis()
             cells.append(" / ".join(percent(1 - part) for part in parts(costs.loose, costs.total)))
+            now = calls_a_layer(program, model.config.num_hidden_layers)
+            calls.append(before(name, target, phase) + now)
             for row, share in costs.left():
                 if share >= NAMED:
                     places = left.setdefault(why_loose(program, row), {})
                     places.setdefault(f"{phase} {percent(share)}", []).append(short(target))
         print(f"{name} on {target}: {', '.join(cells[-len(PHASES) :])}", file=sys.stderr, flush=True)
-    return cells, left
+    return cells, calls, left
 
 
 def short(target: str) -> str:
@@ -89,10 +108,17 @@ def written(names: list[str]) -> Iterator[str]:
     yield f"| family | {' | '.join(heads)} |"
     yield "|---" * (len(heads) + 1) + "|"
     found = {name: coverage(name) for name in names}
-    for name, (cells, _) in found.items():
+    for name, (cells, _, _) in found.items():
         yield f"| {name} | {' | '.join(cells)} |"
     yield ""
-    for name, (_, left) in found.items():
+    yield "Calls of operators a layer: before (commit 268c38e, with the share of bytes that was fused then) -> now."
+    yield ""
+    yield f"| family | {' | '.join(heads)} |"
+    yield "|---" * (len(heads) + 1) + "|"
+    for name, (_, calls, _) in found.items():
+        yield f"| {name} | {' | '.join(calls)} |"
+    yield ""
+    for name, (_, _, left) in found.items():
         yield f"- {name}{':' if left else ': nothing to name.'}"
         for why, places in left.items():
             where = ", ".join(f"{place} on {' and '.join(targets)}" for place, targets in places.items())

@@ -5,8 +5,8 @@
 
 A change of numbers that is meant is kept with `--write`, in a commit that says why. Each value is kept as a digest of
 its bits and a few of its numbers. Another processor may round otherwise: where the primitives that `machine` tries give
-other bits than they gave when the file was written, the few numbers are compared, within rounding. So they are, always, of
-values in bfloat16.
+other bits than they gave when the file was written, the few numbers are compared, within rounding; they
+are so of bfloat16 always.
 """
 
 from __future__ import annotations
@@ -285,10 +285,15 @@ def differences(name: str, before: dict[str, Any], exact: bool) -> list[str]:
     now = computed(name)
     found = [f"{name}: {key!r} is {'new' if key in now else 'gone'}" for key in before.keys() ^ now.keys()]
     for key in before.keys() & now.keys():
-        half = str(before[key][:1]) == "['torch.bfloat16']"  # whose products differ among like processors
-        if before[key] != now[key] and (exact and not half or not _near(before[key], now[key])):
+        strict = exact and not _in_half(before[key])
+        if before[key] != now[key] and (strict or not _near(before[key], now[key])):
             found.append(f"{name}: {key!r} was {before[key]}, is {now[key]}")
     return sorted(found)
+
+
+def _in_half(kept: Any) -> bool:
+    """Whether it is a tensor in bfloat16, whose products differ among like processors."""
+    return isinstance(kept, list) and kept[:1] == ["torch.bfloat16"]
 
 
 def _near(before: Any, now: Any) -> bool:
