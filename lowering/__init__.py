@@ -19,6 +19,7 @@ from . import triton as triton_kernels
 from . import portable as torch_kernels
 from .ascend_compiler.audit import Finding, audit
 from .ascend_compiler.compile import TritonSource, compile_for
+from .ascend_compiler.emulator import Emulation, EmulationError, emulate
 from .ascend_compiler.outcome import Compiled, Overflow, Refused
 from .check.comparison import Comparison, compare
 from .errors import CaptureError, CollectiveError, LoweringError, RecaptureWarning
@@ -40,9 +41,10 @@ from .use import check_names, in_force, use
 check_names(MODE.get().policy)  # A mistake in the environment variable is an error at import.
 
 __all__ = [
-    "OPS", "TARGETS", "CaptureError", "Choice", "CollectiveError", "Comparison", "Compiled", "Finding", "Jitted",
-    "Kernel", "Lowered", "LoweringError", "Op", "Overflow", "Policy", "RecaptureWarning", "Refused", "Report", "Row",
-    "Rows", "Sheet", "Target", "TritonSource", "audit", "captured_with", "compare", "compared", "compile_for",
-    "explain", "find", "in_force", "jit", "lower", "npu_kernels", "op", "ops", "page", "prepare", "record", "table",
-    "torch_kernels", "triton_kernels", "use", "watch",
+    "OPS", "TARGETS", "CaptureError", "Choice", "CollectiveError", "Comparison", "Compiled", "Emulation",
+    "EmulationError", "Finding", "Jitted", "Kernel", "Lowered", "LoweringError", "Op", "Overflow", "Policy",
+    "RecaptureWarning", "Refused", "Report", "Row", "Rows", "Sheet", "Target", "TritonSource", "audit",
+    "captured_with", "compare", "compared", "compile_for", "emulate", "explain", "find", "in_force", "jit", "lower",
+    "npu_kernels", "op", "ops", "page", "prepare", "record", "table", "torch_kernels", "triton_kernels", "use",
+    "watch",
 ]  # fmt: skip

@@ -65,6 +65,9 @@ def recurrent(
             if STEPS:
                 kept = (row.to(tl.int64) * steps + step) * v_heads + head
                 tl.store(after + kept * V_DIM * K_DIM + cells, now.to(after.dtype.element_ty))
+                # Ascend's compiler lets the next step write the tile while it is stored: its flags alternate between
+                # two buffers, and the state has one. The emulator found it.
+                tl.debug_barrier()
         if not STEPS:
             tl.store(after + place + cells, now.to(after.dtype.element_ty))
 

@@ -1,0 +1,93 @@
+"""The text of a compiled program as operations: MLIR as BiSheng prints it, one operation a line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from .errors import Unknown
+
+
+@dataclass
+class Operation:
+    """`results = name text`, and the operations of its regions: a loop's body, the branches of a condition."""
+
+    line: int
+    name: str
+    results: tuple[str, ...]
+    text: str
+    regions: list[list[Operation]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function with `hacc.entry`: names and types of its arguments, and its body."""
+
+    name: str
+    arguments: tuple[tuple[str, str], ...]
+    body: list[Operation]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Entries by name, and affine maps by theirs: each from its symbols and dimensions to its results."""
+
+    entries: dict[str, Function]
+    maps: dict[str, Callable[..., tuple[int, ...]]]
+
+
+_MAP = re.compile(r"^(#map\d*) = affine_map<\(([^)]*)\)(?:\[([^\]]*)\])? -> \((.*)\)>$")
+_HEAD = re.compile(r"^func\.func @(\w+)\((.*)\) (?:-> .*? )?attributes \{(.*)\} \{$")
+_ARGUMENT = re.compile(r"(%\w+): (memref<[^{]*?>(?=[ ,)]|$)|[\w]+)")
+_OPERATION = re.compile(r"^(?:(%[\w:, %#-]+?) = )?\"?([\w.]+)\"?(.*)$")
+
+
+def parse(text: str) -> Program:
+    """The program of a text. `Unknown` for an affine map that is not sums, products and remainders."""
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+    maps = {found[1]: _affine(found) for _, line in lines if (found := _MAP.match(line))}
+    entries: dict[str, Function] = {}
+    rest = iter(lines)
+    for _, line in rest:
+        head = _HEAD.match(line)
+        if head is None:
+            continue
+        body, _ = _block(rest)
+        if "hacc.entry" in head[3]:
+            entries[head[1]] = Function(head[1], tuple(_ARGUMENT.findall(head[2])), body)
+    return Program(entries, maps)
+
+
+def _block(lines: Iterator[tuple[int, str]]) -> tuple[list[Operation], str]:
+    """Operations up to the brace that ends them, and the line of that brace."""
+    found: list[Operation] = []
+    for number, line in lines:
+        if line.startswith("}"):
+            return found, line
+        parts = _OPERATION.match(line)
+        if parts is None:
+            raise Unknown(f"line {number} is no operation: {line}")
+        results = tuple(name.strip() for name in (parts[1] or "").split(",") if name.strip())
+        operation = Operation(number, parts[2], results, parts[3].strip())
+        found.append(operation)
+        if line.endswith("{"):
+            _regions(operation, lines)
+    return found, "}"
+
+
+def _regions(operation: Operation, lines: Iterator[tuple[int, str]]) -> None:
+    end = "} else {"
+    while end.endswith("else {"):
+        inner, end = _block(lines)
+        operation.regions.append(inner)
+
+
+def _affine(found: re.Match[str]) -> Callable[..., tuple[int, ...]]:
+    """The function of an affine map: of dimensions, then symbols. Quotients are rounded down, as Python's are."""
+    names = [name.strip() for part in (found[2], found[3] or "") for name in part.split(",") if name.strip()]
+    formula = re.sub(r"\(([^()]*)\) ceildiv (\w+)", r"(-(-(\1) // \2))", found[4])
+    formula = formula.replace("floordiv", "//").replace(" mod ", " % ")
+    if not re.fullmatch(r"[\s\dsd+\-*/%(),]*", formula):
+        raise Unknown(f"affine map {found[0]} has more than sums, products, quotients and remainders")
+    return eval(f"lambda {', '.join(names)}: ({formula},)", {"__builtins__": {}})

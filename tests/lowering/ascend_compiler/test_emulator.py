@@ -1,0 +1,240 @@
+"""Programs of Ascend's compiler, run: our kernels give what their ops give, and planted faults are found."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowering
+from lowering import Compiled
+from lowering.ascend_compiler.emulator import (
+    Emulation,
+    EmulationError,
+    Hang,
+    OutOfBounds,
+    Race,
+    Unknown,
+    emulate,
+)
+from lowering.cases import CASES
+from lowering.cases.case import Case
+from lowering.op import find
+from lowering.target import TARGETS
+from lowering.triton import launch
+from lowering.triton.launch import Launch
+from tests.lowering.triton.test_numbers import OPS, SMALL, taken, with_padding_of_nan
+from tests.tolerances import assert_close
+
+CORES = 3
+Call = tuple[Compiled, dict[str, Any], int]
+
+
+def compiled(file: str, name: str, jobs: int, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> Compiled:
+    found = Launch(file, name, arguments, constants, jobs, (), ()).compiled("ascend910b")
+    assert isinstance(found, Compiled), str(found)
+    return found
+
+
+def runner(file: str, name: str, jobs: int, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
+    """In the place of a device: what its compiler has made, emulated."""
+    emulate(compiled(file, name, jobs, arguments, constants), arguments, max(1, min(jobs, CORES)), seed=jobs)
+
+
+def called(case: Case, dtype: torch.dtype) -> tuple[Any, Any]:
+    """What the registered kernel and the op's body give, but for trails."""
+    args, kwargs = case.arguments(dtype)
+    args = with_padding_of_nan(args)
+    target = replace(TARGETS["ascend910b"], unified_buffer=SMALL.get(case.op, 512))
+    with lowering.use(target=target, **{case.op: f"triton_{case.op}"}):
+        found = find(case.op)(*args, **kwargs)
+    expected = find(case.op).body(*args, **kwargs)
+    return (found[:2], expected[:2]) if isinstance(found, tuple) and len(found) == 3 else (found, expected)
+
+
+ALL = [case for case in CASES if taken(case)]
+FEW = [case for op in OPS for case in [one for one in ALL if one.op == op][::4]]
+
+
+def check(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "RUNNER", runner)
+    found, expected = called(case, dtype)
+    assert_close(found, expected, length=case.length)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_the_compilers_program_gives_what_the_op_gives(
+    case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tiles that do not divide, ragged and idle rows, NaN in padding and in all memory that nobody has written."""
+    check(case, dtype, monkeypatch)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_every_case(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(case, dtype, monkeypatch)
+
+
+# Planted faults
+
+
+@functools.cache
+def captured(op: str, name: str) -> Call:
+    """A kernel's program and arguments on a case, before it has run, and the programs to run it with."""
+    calls: list[Call] = []
+
+    def keep(file: str, kernel: str, jobs: int, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
+        copied = {key: value.clone() if isinstance(value, Tensor) else value for key, value in arguments.items()}
+        calls.append((compiled(file, kernel, jobs, arguments, constants), copied, max(1, min(jobs, CORES))))
+
+    case = next(case for case in ALL if str(case) == f"{op}[{name}]")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "RUNNER", keep)
+        called(case, torch.bfloat16)
+    return calls[0]
+
+
+def emulated(call: Call, program: str | None = None) -> dict[str, Any]:
+    """The arguments after a run of the program, or of another text in its place."""
+    outcome, arguments, programs = call
+    mine = {key: value.clone() if isinstance(value, Tensor) else value for key, value in arguments.items()}
+    emulate(outcome if program is None else replace(outcome, program=program), mine, programs)
+    return mine
+
+
+def noticed(call: Call, program: str) -> bool:
+    """Whether a changed program is refused, or gives other numbers."""
+    right = emulated(call)
+    try:
+        found = emulated(call, program)
+    except EmulationError:
+        return True
+    tensors = [(found[key], value) for key, value in right.items() if isinstance(value, Tensor)]
+    return not all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in tensors)
+
+
+PLANTED = [
+    ("gated_rms_norm", "heads_silu"),
+    ("gated_delta_rule", "verify_2_6_8_12_window_keep"),
+    ("short_conv", "ragged_10x4_window"),
+]
+planted = pytest.mark.parametrize(("op", "name"), PLANTED, ids=[op for op, _ in PLANTED])
+
+
+def without(program: str, line: int) -> str:
+    lines = program.splitlines()
+    return "\n".join([*lines[:line], *lines[line + 1 :]])
+
+
+@planted
+def test_a_flag_that_is_gone_is_missed(op: str, name: str) -> None:
+    """A third of those that are set and waited for, one at a time."""
+    call = captured(op, name)
+    lines = call[0].program.splitlines()
+    flags = [at for at, line in enumerate(lines) if "set_flag[" in line or "wait_flag[" in line]
+    run = [at for at in flags if "unlikely" not in " ".join(lines[at : at + 3])]
+    assert len(run) > 9
+    silent = [at for at in run[::3] if not noticed(call, without(call[0].program, at))]
+    assert not silent, [lines[at].strip() for at in silent]
+
+
+@planted
+def test_barriers_that_are_gone_are_races(op: str, name: str) -> None:
+    """But for those that nothing needs, as before the first work of a loop."""
+    call = captured(op, name)
+    lines = call[0].program.splitlines()
+    barriers = [at for at, line in enumerate(lines) if "pipe_barrier[<PIPE_V>]" in line]
+    races = 0
+    for at in barriers:
+        try:
+            emulated(call, without(call[0].program, at))
+        except Race as race:
+            races += re.search(r"line \d+ .* what line \d+ .* nothing orders the two", str(race)) is not None
+    assert races >= 0.7 * len(barriers) > 2
+
+
+def test_buffers_that_are_moved_onto_others_are_noticed() -> None:
+    """But for those whose values nobody needs any more at the time."""
+    outcome, arguments, _ = captured("gated_rms_norm", "heads_silu")
+    call, program = (outcome, arguments, 1), outcome.program
+    names = dict.fromkeys(re.findall(r"pointer_cast\((%[\w-]+)\) : memref<(?!0x)", program))
+    places = sorted((int(re.search(rf"{name} = arith\.constant (\d+)", program)[1]), name) for name in names)  # type: ignore[index]
+    moved = [
+        noticed(call, re.sub(rf"({name} = arith\.constant )\d+", rf"\g<1>{before}", program))
+        for (before, _), (_, name) in pairwise(places)
+    ]
+    assert sum(moved) >= len(moved) / 3 > 4
+
+
+def test_a_wider_mask_and_a_shorter_copy() -> None:
+    call = captured("gated_rms_norm", "awkward_silu")
+    program = call[0].program
+    (bound,) = re.findall(r"affine_map<\(\)\[s0, s1\] -> \(\d+, s0 - s1\)>", program)
+    wider = program.replace(bound, bound.replace("s0 - s1)", "s0 - s1 + 1)"))
+    with pytest.raises(
+        OutOfBounds, match=r"line \d+ (reads|writes) elements \d+ to \d+ of (x|gate|out), which has \d+"
+    ):
+        emulated(call, wider)
+    assert noticed(call, program.replace(bound, bound.replace("s0 - s1)", "s0 - s1 - 1)")))
+
+
+def test_the_race_that_was_found_in_our_kernel() -> None:
+    """Without its barrier the next step overwrites a state that is still being stored."""
+    call = captured("gated_delta_rule", "verify_2_6_8_12_window_keep")
+    lines = call[0].program.splitlines()
+    stores = [at for at, line in enumerate(lines) if "store_ubuf_to_gm" in line and "func.func" not in line]
+    after = next(at for at in range(stores[-1], len(lines)) if "pipe_barrier[<PIPE_ALL>]" in lines[at])
+    with pytest.raises(Race, match=r"PIPE_V of block \d+\) writes what line \d+ \(PIPE_MTE3"):
+        emulated(call, without(call[0].program, after))
+
+
+def test_cores_that_write_the_same_place() -> None:
+    """Two programs that both go over all work: the numbers are right, and it is a race all the same."""
+    outcome, arguments, _ = captured("gated_rms_norm", "heads_silu")
+    index = re.search(r"(%\d+) = hivm.hir.get_block_idx -> i64", outcome.program)
+    assert index is not None
+    same = outcome.program.replace(index[0], f"{index[1]} = arith.constant 0 : i64")
+    with pytest.raises(Race, match=r"of block 0\) writes what .* of block 1|of block 1\) writes what .* of block 0"):
+        emulate(replace(outcome, program=same), {**arguments, "out": arguments["out"].clone()}, 2)
+
+
+def test_blocks_in_any_order() -> None:
+    call = captured("short_conv", "ragged_10x4_window")
+    outcome, arguments, _ = call
+    found = []
+    for seed in range(3):
+        mine = {key: value.clone() if isinstance(value, Tensor) else value for key, value in arguments.items()}
+        assert emulate(outcome, mine, 5, seed=seed) == Emulation(5, emulate(outcome, dict(mine), 5).operations)
+        found.append(mine["out"])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_what_is_not_known_is_refused_by_name() -> None:
+    outcome, arguments, programs = captured("gated_rms_norm", "heads_silu")
+    program = outcome.program
+    for before, after, message in (
+        ("@vexp_1d_float(", "@vtanh_1d_float(", "the library call vtanh_1d_float is not known"),
+        ("hivm.hir.set_mask_norm", "hivm.hir.set_ctrl", "the operation hivm.hir.set_ctrl is not known"),
+        ("<PIPE_MTE2>, <PIPE_V>", "<PIPE_M>, <PIPE_V>", "the pipe PIPE_M is not known"),
+    ):
+        with pytest.raises(Unknown, match=f"line \\d+: {message}"):
+            emulate(replace(outcome, program=program.replace(before, after)), arguments, programs)
+    with pytest.raises(Unknown, match="cube and vector cores together"):
+        emulate(replace(outcome, mix=True), arguments, programs)
+    with pytest.raises(EmulationError, match="gate is not given"):
+        emulate(outcome, {name: value for name, value in arguments.items() if name != "gate"}, programs)
+    with pytest.raises(EmulationError, match="x must be a contiguous tensor on the CPU"):
+        emulate(outcome, {**arguments, "x": arguments["x"].mT}, programs)
+    late = program.replace("set_flag[<PIPE_MTE2>, <PIPE_V>, <EVENT_ID0>]", "set_mask_norm")
+    with pytest.raises(Hang, match=r"line \d+ waits for flag PIPE_MTE2 -> PIPE_V 0, which nobody has set"):
+        emulate(replace(outcome, program=late), arguments, programs)
