@@ -58,7 +58,7 @@ def ours(op: Op, make: Make, refuse: Refusal) -> None:
         **told,
     )
     run = _positional(op, partial(_run, op, make))
-    run.__signature__ = op.signature  # type: ignore[attr-defined]
+    run.__signature__ = op.signature
     register(run)
 
 

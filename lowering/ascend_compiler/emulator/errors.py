@@ -6,20 +6,20 @@ from ...errors import LoweringError
 
 
 class EmulationError(LoweringError):
-    """A program does what no program may."""
+    """What no program may do."""
 
 
 class OutOfBounds(EmulationError):
-    """It reads or writes outside of an argument, or of a memory of the core."""
+    """A read or a write outside of an argument, or of a memory of the core."""
 
 
 class Race(EmulationError):
-    """Two pipes, or two cores, touch the same place, one of them writes, and nothing orders them."""
+    """Two accesses of one place by two pipes or cores, of which one writes, and nothing orders them."""
 
 
 class Hang(EmulationError):
-    """It waits for a flag that nobody sets, sets one that is set, or leaves one behind."""
+    """A wait for a flag that nobody sets, a flag that is set twice, or one that is left behind."""
 
 
 class Unknown(EmulationError):
-    """It has an operation, or a call of the library, whose meaning is not known here."""
+    """An operation, or a call of the library, whose meaning is not known here."""

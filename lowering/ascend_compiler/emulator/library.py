@@ -71,7 +71,7 @@ def _load(found: re.Match[str], args: Arguments) -> Work:
     filled = [view for view in around if view.count]
 
     def values() -> list[Tensor]:
-        return [source.read(), *(torch.full(view.sizes, value, dtype=view.dtype) for view in filled)]
+        return [source.read(), *(torch.full(view.sizes, value, dtype=view.dtype, device="cpu") for view in filled)]
 
     return Work(MTE2, [source], [out, *filled], values)
 
@@ -109,7 +109,7 @@ def _copy(found: re.Match[str], args: Arguments) -> Work:
 
 def _fill(found: re.Match[str], args: Arguments) -> Work:
     value, out = args
-    return Work(V, [], [out], lambda: [torch.full(out.sizes, value, dtype=out.dtype)])
+    return Work(V, [], [out], lambda: [torch.full(out.sizes, value, dtype=out.dtype, device="cpu")])
 
 
 # Arithmetic
@@ -119,8 +119,8 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "sub": operator.sub,
     "mul": operator.mul,
     "div": operator.truediv,
-    "max": lambda x, y: torch.maximum(x, torch.as_tensor(y, dtype=x.dtype)),
-    "min": lambda x, y: torch.minimum(x, torch.as_tensor(y, dtype=x.dtype)),
+    "max": lambda x, y: torch.maximum(x, torch.as_tensor(y, dtype=x.dtype, device="cpu")),
+    "min": lambda x, y: torch.minimum(x, torch.as_tensor(y, dtype=x.dtype, device="cpu")),
     "and": operator.and_,
     "or": operator.or_,
 }
@@ -156,7 +156,8 @@ def _select(found: re.Match[str], args: Arguments) -> Work:
     dtype = out.dtype
 
     def values(taken: Tensor, one: Any, other: Any) -> Tensor:
-        return torch.where(taken, torch.as_tensor(one, dtype=dtype), torch.as_tensor(other, dtype=dtype))
+        one, other = (torch.as_tensor(x, dtype=dtype, device="cpu") for x in (one, other))
+        return torch.where(taken, one, other)
 
     return _vector([bits, x, y], out, values, *temporaries)
 

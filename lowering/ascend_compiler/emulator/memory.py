@@ -109,16 +109,16 @@ class View:
     def poison(self) -> None:
         """Put there what is no number."""
         if self.count and self.dtype == torch.bool:
-            self.write(torch.tensor(True))
+            self.write(torch.tensor(True, device="cpu"))
         elif self.count:
             whole = self.memory.data.view(self.dtype).as_strided(self.sizes, self.strides, self.offset)
-            whole.copy_(torch.full((self.dtype.itemsize,), 255, dtype=torch.uint8).view(self.dtype))
+            whole.copy_(torch.full((self.dtype.itemsize,), 255, dtype=torch.uint8, device="cpu").view(self.dtype))
 
     def places(self) -> Tensor:
         """The place of each element, in elements of the memory's beginning."""
-        found = torch.tensor(self.offset)
+        found = torch.tensor(self.offset, device="cpu")
         for size, stride in zip(self.sizes, self.strides, strict=True):
-            found = found[..., None] + torch.arange(size) * stride
+            found = found[..., None] + torch.arange(size, device="cpu") * stride
         return found
 
     def units(self) -> Tensor | slice:
@@ -141,9 +141,10 @@ class View:
     def _write_bits(self, values: Tensor) -> None:
         places = self.places().flatten()
         first, end = int(places.min()) >> 3, (int(places.max()) >> 3) + 1
-        flat = (self.memory.data[first:end, None] >> torch.arange(8) & 1).flatten()
+        bits = torch.arange(8, device="cpu")
+        flat = (self.memory.data[first:end, None] >> bits & 1).flatten()
         flat[places - 8 * first] = values.flatten().to(flat.dtype)
-        self.memory.data[first:end] = (flat.view(-1, 8) << torch.arange(8)).sum(1).to(torch.uint8)
+        self.memory.data[first:end] = (flat.view(-1, 8) << bits).sum(1).to(torch.uint8)
 
     # Views of views
 

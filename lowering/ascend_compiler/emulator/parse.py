@@ -30,7 +30,7 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Program:
+class ParsedProgram:
     """Entries by name, and affine maps by theirs: each from its symbols and dimensions to its results."""
 
     entries: dict[str, Function]
@@ -43,7 +43,7 @@ _ARGUMENT = re.compile(r"(%\w+): (memref<[^{]*?>(?=[ ,)]|$)|[\w]+)")
 _OPERATION = re.compile(r"^(?:(%[\w:, %#-]+?) = )?\"?([\w.]+)\"?(.*)$")
 
 
-def parse(text: str) -> Program:
+def parse(text: str) -> ParsedProgram:
     """The program of a text. `Unknown` for an affine map that is not sums, products and remainders."""
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
     maps = {found[1]: _affine(found) for _, line in lines if (found := _MAP.match(line))}
@@ -56,7 +56,7 @@ def parse(text: str) -> Program:
         body, _ = _block(rest)
         if "hacc.entry" in head[3]:
             entries[head[1]] = Function(head[1], tuple(_ARGUMENT.findall(head[2])), body)
-    return Program(entries, maps)
+    return ParsedProgram(entries, maps)
 
 
 def _block(lines: Iterator[tuple[int, str]]) -> tuple[list[Operation], str]:

@@ -40,12 +40,12 @@ class Touched:
     """Who wrote each unit of a memory last, and who read it since: a pipe by its number, a time, a line."""
 
     def __init__(self, units: int) -> None:
-        self.writes = torch.zeros(3, units, dtype=torch.int64)
+        self.writes = torch.zeros(3, units, dtype=torch.int64, device="cpu")
         self.reads: dict[int, Tensor] = {}
 
     def readers(self, pipe: int) -> Tensor:
         """Time and line of a pipe's last reads."""
-        return self.reads.setdefault(pipe, torch.zeros(2, self.writes.shape[1], dtype=torch.int64))
+        return self.reads.setdefault(pipe, torch.zeros_like(self.writes[:2]))
 
 
 class Order:

@@ -16,7 +16,7 @@ from ..program import buffer_bits
 from .errors import EmulationError, Unknown
 from .library import Work, meaning
 from .memory import Memory, MemrefType, View, row_major
-from .parse import Function, Operation, Program, parse
+from .parse import Function, Operation, ParsedProgram, parse
 from .pipes import PIPES, Order, S
 from .scalars import ARITHMETIC
 
@@ -47,13 +47,11 @@ def emulate(
     (entry,) = program.entries.values()
     given = _bound(compiled, arguments)
     actions = [action_of(operation, program) for operation in entry.body]
-    order, found = Order(), 0
+    order, found, size = Order(), 0, buffer_bits(compiled.program) // 8
     blocks = list(range(programs))
     random.Random(seed).shuffle(blocks)
     for block in blocks:
-        buffer = Memory(
-            "the unified buffer", torch.full((buffer_bits(compiled.program) // 8,), POISON, dtype=torch.uint8)
-        )
+        buffer = Memory("the unified buffer", torch.full((size,), POISON, dtype=torch.uint8, device="cpu"))
         core = Core(
             block, buffer, order, dict(zip(_names(entry), (0, None, None, *given, programs, 1, 1), strict=True))
         )
@@ -117,7 +115,7 @@ def run(actions: Sequence[Action], core: Core) -> Any:
     return ()
 
 
-def action_of(operation: Operation, program: Program) -> Action:
+def action_of(operation: Operation, program: ParsedProgram) -> Action:
     """The action of an operation. `Unknown` for one that is not in the tables."""
     kind = operation.name.rpartition(".")[2] if operation.name.startswith("arith.") else None
     if kind is not None and kind in ARITHMETIC:
@@ -141,14 +139,14 @@ def _listed(text: str) -> list[str]:
     return re.findall(r"%[\w#-]+|-?\d+", text)
 
 
-def _nothing(operation: Operation, program: Program) -> Action:
+def _nothing(operation: Operation, program: ParsedProgram) -> Action:
     return lambda core: None
 
 
 # Control
 
 
-def _for(operation: Operation, program: Program) -> Action:
+def _for(operation: Operation, program: ParsedProgram) -> Action:
     head = re.match(r"(%\w+) = (\S+) to (\S+) step (\S+)(?:\s+iter_args\((.*?)\) ->)?", operation.text)
     assert head is not None, operation.text
     counter, *ends = head.groups()[:4]
@@ -167,7 +165,7 @@ def _for(operation: Operation, program: Program) -> Action:
     return action
 
 
-def _if(operation: Operation, program: Program) -> Action:
+def _if(operation: Operation, program: ParsedProgram) -> Action:
     condition = operation.text.split()[0]
     branches = [[action_of(inner, program) for inner in region] for region in operation.regions]
 
@@ -189,13 +187,13 @@ def _parts(result: str) -> list[str]:
     return [f"{name}#{index}" for index in range(int(count))] if count else [name]
 
 
-def _yield(operation: Operation, program: Program) -> Action:
+def _yield(operation: Operation, program: ParsedProgram) -> Action:
     names = re.findall(r"%[\w#-]+", operation.text.partition(" : ")[0])
     return lambda core: tuple(core.all(names))
 
 
-def _affine(choose: Callable[[Sequence[int]], int]) -> Callable[[Operation, Program], Action]:
-    def made(operation: Operation, program: Program) -> Action:
+def _affine(choose: Callable[[Sequence[int]], int]) -> Callable[[Operation, ParsedProgram], Action]:
+    def made(operation: Operation, program: ParsedProgram) -> Action:
         name, rest = re.match(r"(#map\d*)(.*)", operation.text).groups()  # type: ignore[union-attr]
         function, names = program.maps[name], re.findall(r"%[\w#-]+", rest)
         return _assigned(operation, lambda core: choose(function(*core.all(names))))
@@ -215,7 +213,7 @@ def _after_colon(operation: Operation) -> str:
     return operation.text[operation.text.index(" : memref<") :]
 
 
-def _pointer_cast(operation: Operation, program: Program) -> Action:
+def _pointer_cast(operation: Operation, program: ParsedProgram) -> Action:
     """A buffer at a byte address of the core's memory."""
     (address,), kind = re.findall(r"%[\w#-]+", operation.text.partition(" : ")[0]), _types(operation)[-1]
     shape = tuple(size or 0 for size in kind.shape)
@@ -229,7 +227,7 @@ def _pointer_cast(operation: Operation, program: Program) -> Action:
     return _assigned(operation, value)
 
 
-def _reinterpret(operation: Operation, program: Program) -> Action:
+def _reinterpret(operation: Operation, program: ParsedProgram) -> Action:
     form = r"(%[\w#-]+) to offset: \[(.*?)\], sizes: \[(.*?)\], strides: \[(.*?)\]"
     source, *lists = re.match(form, operation.text).groups()  # type: ignore[union-attr]
     offset, sizes, strides = map(_listed, lists)
@@ -240,7 +238,7 @@ def _reinterpret(operation: Operation, program: Program) -> Action:
     return _assigned(operation, value)
 
 
-def _subview(operation: Operation, program: Program) -> Action:
+def _subview(operation: Operation, program: ParsedProgram) -> Action:
     form = r"(%[\w#-]+)\s*\[(.*?)\] \[(.*?)\] \[(.*?)\]"
     source, *lists = re.match(form, operation.text).groups()  # type: ignore[union-attr]
     offsets, sizes, steps = map(_listed, lists)
@@ -256,19 +254,19 @@ def _groups(text: str) -> list[list[int]]:
     return [[int(axis) for axis in group.split(",")] for group in re.findall(r"\[([\d, ]+)\]", text)]
 
 
-def _collapse(operation: Operation, program: Program) -> Action:
+def _collapse(operation: Operation, program: ParsedProgram) -> Action:
     source, groups = operation.text.split()[0], _groups(operation.text.partition(" : ")[0])
     return _assigned(operation, lambda core: core[source].collapsed(groups))
 
 
-def _expand(operation: Operation, program: Program) -> Action:
+def _expand(operation: Operation, program: ParsedProgram) -> Action:
     form = r"(%[\w#-]+) (\[\[.*?\]\]) output_shape \[(.*?)\]"
     source, groups, sizes = re.match(form, operation.text).groups()  # type: ignore[union-attr]
     axes, names = _groups(groups), _listed(sizes)
     return _assigned(operation, lambda core: core[source].expanded(axes, core.all(names)))
 
 
-def _renamed(operation: Operation, program: Program) -> Action:
+def _renamed(operation: Operation, program: ParsedProgram) -> Action:
     source = operation.text.split()[0]
     return _assigned(operation, lambda core: core[source])
 
@@ -285,7 +283,7 @@ def _one(view: View, places: Sequence[int]) -> View:
     return view.subview(places, [1] * len(places), [1] * len(places), 0)
 
 
-def _load(operation: Operation, program: Program) -> Action:
+def _load(operation: Operation, program: ParsedProgram) -> Action:
     """A scalar of an argument or of the buffer."""
     source, places = _place(operation)
 
@@ -298,19 +296,19 @@ def _load(operation: Operation, program: Program) -> Action:
     return _assigned(operation, value)
 
 
-def _store(operation: Operation, program: Program) -> Action:
+def _store(operation: Operation, program: ParsedProgram) -> Action:
     value, (target, places) = operation.text.split(",")[0], _place(operation)
 
     def action(core: Core) -> None:
         view = _one(core[target], core.all(places))
         view.check(operation.line, "writes")
         core.order.access(core.block, S, operation.line, [], [view])
-        view.write(torch.tensor(core[value], dtype=view.dtype))
+        view.write(torch.tensor(core[value], dtype=view.dtype, device="cpu"))
 
     return action
 
 
-def _call(operation: Operation, program: Program) -> Action:
+def _call(operation: Operation, program: ParsedProgram) -> Action:
     name, operands = re.match(r"@(\w+)\((.*?)\)", operation.text).groups()  # type: ignore[union-attr]
     means, names = meaning(name, operation.line), re.findall(r"%[\w#-]+", operands)
 
@@ -341,19 +339,19 @@ def _flag(operation: Operation) -> tuple[str, str, str]:
     return by.strip("<>"), to.strip("<>"), event.strip("<>").removeprefix("EVENT_ID")
 
 
-def _set(operation: Operation, program: Program) -> Action:
+def _set(operation: Operation, program: ParsedProgram) -> Action:
     by, to, event = _flag(operation)
     _known_pipes(operation, by, to)
     return lambda core: core.order.set(core.block, by, to, core[event], operation.line)
 
 
-def _wait(operation: Operation, program: Program) -> Action:
+def _wait(operation: Operation, program: ParsedProgram) -> Action:
     by, to, event = _flag(operation)
     _known_pipes(operation, by, to)
     return lambda core: core.order.wait(core.block, by, to, core[event], operation.line)
 
 
-def _barrier(operation: Operation, program: Program) -> Action:
+def _barrier(operation: Operation, program: ParsedProgram) -> Action:
     pipe = operation.text.strip("[]<>")
     return lambda core: core.order.barrier(core.block, pipe)
 
@@ -364,11 +362,11 @@ def _known_pipes(operation: Operation, *pipes: str) -> None:
         raise Unknown(f"line {operation.line}: the pipe {strange[0]} is not known")
 
 
-def _block(operation: Operation, program: Program) -> Action:
+def _block(operation: Operation, program: ParsedProgram) -> Action:
     return _assigned(operation, lambda core: core.block)
 
 
-ACTIONS: dict[str, Callable[[Operation, Program], Action]] = {
+ACTIONS: dict[str, Callable[[Operation, ParsedProgram], Action]] = {
     "affine.apply": _affine(lambda values: values[0]),
     "affine.max": _affine(max),
     "affine.min": _affine(min),

@@ -31,7 +31,7 @@ def unsigned(value: int, kind: str) -> int:
 
 def rounded(value: float, kind: str) -> float:
     """A float as its type holds it."""
-    return torch.tensor(value, dtype=torch.float64).to(DTYPES[kind]).item()
+    return torch.tensor(value, dtype=torch.float64, device="cpu").to(DTYPES[kind]).item()
 
 
 def _divided(x: int, y: int) -> int:

@@ -53,7 +53,8 @@ def called(case: Case, dtype: torch.dtype) -> tuple[Any, Any]:
     args, kwargs = case.arguments(dtype)
     args = with_padding_of_nan(args)
     target = replace(TARGETS["ascend910b"], unified_buffer=SMALL.get(case.op, 512))
-    with lowering.use(target=target, **{case.op: f"triton_{case.op}"}):
+    asked: dict[str, Any] = {case.op: f"triton_{case.op}"}
+    with lowering.use(target=target, **asked):
         found = find(case.op)(*args, **kwargs)
     expected = find(case.op).body(*args, **kwargs)
     return (found[:2], expected[:2]) if isinstance(found, tuple) and len(found) == 3 else (found, expected)

@@ -10,7 +10,7 @@ import torch
 
 import funcmodels as fm
 import lowering
-from lowering import LoweringError, Rows, ops
+from lowering import Compiled, LoweringError, Rows, ops
 from lowering.cases import CASES
 from lowering.op import OPS, find
 from lowering.target import ASCEND, TARGETS
@@ -31,7 +31,8 @@ def step(**changed: Any) -> dict[str, Any]:
 
 def refusal(op: str, target: str = "ascend910b", **given: Any) -> str:
     """What the kernel of ours says of a call, with nothing else to choose before it."""
-    with lowering.use(target=target, **{op: f"triton_{op}"}), pytest.raises(LoweringError) as raised:
+    asked: dict[str, Any] = {op: f"triton_{op}"}
+    with lowering.use(target=target, **asked), pytest.raises(LoweringError) as raised:
         find(op)(**given)
     return str(raised.value)
 
@@ -61,6 +62,7 @@ def test_the_record_is_what_the_compiler_says_today(target: str) -> None:
     assert kernels.record()[target].keys() == made.keys()
     for name in [next(name for name in made if name.partition(",")[0] == op) for op in OURS]:
         shown = catalogue.show(machine, name, made[name])
+        assert isinstance(shown.outcome, Compiled)
         row = {"chip": shown.outcome.chip, "tile": shown.launch.constants["TILE"]}
         assert shown.good and kernels.record()[target][name] == row | {"used": round(shown.outcome.used, 4)}
 
@@ -156,9 +158,10 @@ def test_a_captured_step_starts_the_same_kernels(monkeypatch: pytest.MonkeyPatch
     assert len(called) > seen and step.captures == 1
 
 
-def _on_ascend(asked: dict[str, str], function: Any, *args: Any) -> Any:
+def _on_ascend(asked: dict[str, Any], function: Any, *args: Any) -> Any:
     """A call whose delta nets are those of Ascend, and whose other ops are the machine's own."""
-    rest = {name: "torch" for name, op in OPS.items() if name not in asked and len(op.serving("ascend910b")) > 1}
+    others = (name for name, op in OPS.items() if name not in asked and len(op.serving("ascend910b")) > 1)
+    rest: dict[str, Any] = dict.fromkeys(others, "torch")
     with lowering.use(target="ascend910b", **rest, **asked):
         return function(*args)
 

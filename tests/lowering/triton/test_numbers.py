@@ -58,7 +58,8 @@ def filled(case: Case, dtype: torch.dtype) -> tuple[Any, Any, Rows | None]:
 def called(case: Case, args: Any, kwargs: Any, unified_buffer: int = 192 * 1024) -> Any:
     """What the registered kernel gives on a 910B with such a buffer, as the interpreter runs it."""
     target = replace(TARGETS["ascend910b"], unified_buffer=unified_buffer)
-    with lowering.use(target=target, **{case.op: f"triton_{case.op}"}):
+    asked: dict[str, Any] = {case.op: f"triton_{case.op}"}
+    with lowering.use(target=target, **asked):
         return find(case.op)(*args, **kwargs)
 
 
