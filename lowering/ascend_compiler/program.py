@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from dataclasses import dataclass
 
 BITS = {"i1": 1, "i8": 8, "i16": 16, "f16": 16, "bf16": 16, "i32": 32, "f32": 32, "i64": 64, "f64": 64}
 UNITS = {
@@ -28,14 +29,35 @@ def buffer_bits(program: str) -> int:
     return int(found[1])
 
 
-def planned_bits(program: str) -> int:
-    """The end of the last buffer that is placed in the unified buffer. Addresses are bytes."""
+@dataclass(frozen=True)
+class BufferPlace:
+    """A buffer where the program has put it in the unified buffer; others may lie there at other times."""
+
+    line: int
+    address: int
+    sizes: tuple[int, ...]
+    element: str
+
+    @property
+    def bits(self) -> int:
+        """What it takes."""
+        return math.prod(self.sizes) * BITS[self.element]
+
+
+def buffers(program: str) -> list[BufferPlace]:
+    """Every buffer that the program places in the unified buffer, in its order. Addresses are bytes."""
     constants = {name: int(value) for name, value in _CONSTANT.findall(program)}
-    ends = [0]
-    for places, sizes, element in _PLACED.findall(program):
-        bits = math.prod(map(int, sizes.split("x")[:-1])) * BITS[element]
-        ends += [8 * constants[place.strip()] + bits for place in places.split(",")]
-    return max(ends)
+    found = []
+    for line, text in enumerate(program.splitlines(), 1):
+        for places, sizes, element in _PLACED.findall(text):
+            shape = tuple(map(int, sizes.split("x")[:-1]))
+            found += [BufferPlace(line, constants[place.strip()], shape, element) for place in places.split(",")]
+    return found
+
+
+def planned_bits(program: str) -> int:
+    """The end of the last buffer that is placed in the unified buffer."""
+    return max((8 * placed.address + placed.bits for placed in buffers(program)), default=0)
 
 
 def library_calls(program: str) -> dict[str, dict[str, int]]:
