@@ -33,6 +33,7 @@ from lowering.triton.launch import Launch
 from tests.lowering.triton.test_numbers import OPS, SMALL, taken, with_padding_of_nan
 from tests.tolerances import assert_close
 
+pytestmark = pytest.mark.plain  # programs have no axes to check
 CORES = 3
 Call = tuple[Compiled, dict[str, Any], int]
 
