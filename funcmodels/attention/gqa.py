@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from einops import rearrange
@@ -67,6 +67,7 @@ class KeyValuePages(Appended):
     v: Float[Tensor, "pages page_size kv_heads head_dim"]
 
 
+@runtime_checkable
 class HasHeads(Protocol):
     """What a config says of its attention."""
 
