@@ -87,7 +87,7 @@ def _form(file: str, name: str, kinds: tuple[tuple[str, str], ...], constants: t
 
 
 @functools.lru_cache(maxsize=4096)
-def _formed(form: str) -> tuple[str, str, list[tuple[str, str]], dict[str, Any]]:
+def _formed(form: str) -> tuple[str, str, list[list[str]], dict[str, Any]]:
     file, name, kinds, constants = json.loads(form)
     return file, name, kinds, dict(constants)
 
