@@ -515,9 +515,10 @@ def test_a_forward_on_the_meta_device(case: Drawn) -> None:
 def test_abstract_arguments(case: Drawn) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    one = case.one  # made here: it is kept for other tests, which need its values
     batch = fm.Batch.from_lists([[1, 2, 3], []])
     with FakeTensorMode(allow_non_fake_inputs=True):
         state = case.empty(2, 32)
-        out, after = case.one.model.forward(case.one.params, state, batch, logits="last")
-    assert out.logits.shape == (2, case.one.config.vocab_size)
+        out, after = one.model.forward(one.params, state, batch, logits="last")
+    assert out.logits.shape == (2, one.config.vocab_size)
     assert after is not None and after.lengths.shape == (2,)
