@@ -5,8 +5,7 @@
 
 A change of numbers that is meant is kept with `--write`, in a commit that says why. Each value is kept as a digest of
 its bits and a few of its numbers. Another processor may round otherwise: where the primitives that `machine` tries give
-other bits than they gave when the file was written, the few numbers are compared, within rounding; they
-are so of bfloat16 always.
+other bits than they gave when the file was written, the few numbers are compared, within rounding.
 """
 
 from __future__ import annotations
@@ -275,6 +274,10 @@ def machine() -> str:
             batched = torch.bmm(x.to(dtype).expand(3, -1, -1), y.to(dtype).expand(3, -1, -1))
             found += [z, batched, z.float().softmax(-1), z.exp(), z.sigmoid(), z.tanh(), z.abs().rsqrt(), z.cos()]
             found += [z.sum(-1), z.square().mean(-1), z.float().cumsum(-1), z.abs().log1p(), z.float().erf()]
+    # A product in which processors were seen to differ that agree in all others: of 9 tokens of 18 values by 97.
+    for _ in range(64):
+        x, y = (torch.randint(-99, 100, shape, generator=draw).to(HALF) / 64 for shape in ((9, 18), (97, 18)))
+        found.append(torch.nn.functional.linear(x, y))
     lower = torch.eye(16) + torch.randint(-9, 10, (16, 16), generator=draw).tril(-1) / 64
     found.append(torch.linalg.solve_triangular(lower, lower.T.contiguous(), upper=False))
     return hashlib.sha256("".join(kept(value)[2] for value in found).encode()).hexdigest()[:16]
@@ -285,15 +288,9 @@ def differences(name: str, before: dict[str, Any], exact: bool) -> list[str]:
     now = computed(name)
     found = [f"{name}: {key!r} is {'new' if key in now else 'gone'}" for key in before.keys() ^ now.keys()]
     for key in before.keys() & now.keys():
-        strict = exact and not _in_half(before[key])
-        if before[key] != now[key] and (strict or not _near(before[key], now[key])):
+        if before[key] != now[key] and (exact or not _near(before[key], now[key])):
             found.append(f"{name}: {key!r} was {before[key]}, is {now[key]}")
     return sorted(found)
-
-
-def _in_half(kept: Any) -> bool:
-    """Whether it is a tensor in bfloat16, whose products differ among like processors."""
-    return isinstance(kept, list) and kept[:1] == ["torch.bfloat16"]
 
 
 def _near(before: Any, now: Any) -> bool:

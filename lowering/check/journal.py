@@ -146,17 +146,23 @@ def _watched(command: Sequence[str], journal: Journal, timeout: float, tell: Cal
     # What a device's libraries print is no part of the report. Ctrl-C is for this process, which ends the other.
     process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
     try:
-        size, since = 0, time.monotonic()
-        while time.monotonic() - since < timeout:
-            with suppress(subprocess.TimeoutExpired):
-                return process.wait(0.5)
-            if journal.path.stat().st_size != size:
-                size, since = journal.path.stat().st_size, time.monotonic()
-                found, _ = journal.read()
-                if found is not None:
-                    tell(found)
-        return None
+        return _followed(process, journal, timeout, tell)
     finally:
         process.kill()
         with suppress(subprocess.TimeoutExpired):  # a driver may hold it
             process.wait(30)
+
+
+def _followed(
+    process: subprocess.Popen[bytes], journal: Journal, timeout: float, tell: Callable[[Checked], None]
+) -> int | None:
+    size, since = 0, time.monotonic()
+    while time.monotonic() - since < timeout:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(0.5)
+        if journal.path.stat().st_size != size:
+            size, since = journal.path.stat().st_size, time.monotonic()
+            found, _ = journal.read()
+            if found is not None:
+                tell(found)
+    return None

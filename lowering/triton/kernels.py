@@ -47,7 +47,6 @@ def ours(op: Op, make: Make, refuse: Refusal) -> None:
     `make(*args, **kwargs, target=)` gives a launch and the result that it fills.
     """
     launch.operator(op.name)
-    told = {"available": partial(_available, op.name), "evidence": lambda target: "compiled"}
     register = op.kernel(
         f"triton_{op.name}",
         targets=tuple(target for target in ASCEND if recorded(op.name, target)),
@@ -55,7 +54,8 @@ def ours(op: Op, make: Make, refuse: Refusal) -> None:
         batches=False,
         differentiable=False,
         remark=partial(said, op.name),
-        **told,
+        available=_available,
+        evidence=lambda target: "compiled",
     )
     run = _positional(op, partial(_run, op, make))
     run.__signature__ = op.signature
@@ -136,7 +136,7 @@ def said(op: str, target: Target) -> str:
     return f"compiled for {rows[0]['chip']}, UB at most {most:.0%}"
 
 
-def _available(op: str, target: Target, wanted: str) -> str | None:
+def _available(target: Target, wanted: str) -> str | None:
     """No documentation names a kernel of ours: who wants that gets none."""
     if wanted == EVIDENCE[0]:
         return f"is our own, compiled for {target.name}; evidence={wanted!r} asks for what documentation names"

@@ -37,6 +37,16 @@ class ParsedProgram:
     maps: dict[str, Callable[..., tuple[int, ...]]]
 
 
+def matched(form: str, operation: Operation) -> re.Match[str]:
+    """The operation's text by a form from its beginning. `Unknown` for another form."""
+    found = re.match(form, operation.text)
+    if found is None:
+        raise Unknown(
+            f"line {operation.line}: {operation.name} is written in a form that is not known: {operation.text}"
+        )
+    return found
+
+
 _MAP = re.compile(r"^(#map\d*) = affine_map<\(([^)]*)\)(?:\[([^\]]*)\])? -> \((.*)\)>$")
 _HEAD = re.compile(r"^func\.func @(\w+)\((.*)\) (?:-> .*? )?attributes \{(.*)\} \{$")
 _ARGUMENT = re.compile(r"(%\w+): (memref<[^{]*?>(?=[ ,)]|$)|[\w]+)")

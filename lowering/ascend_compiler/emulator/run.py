@@ -16,7 +16,7 @@ from ..program import buffer_bits
 from .errors import EmulationError, Unknown
 from .library import Work, meaning
 from .memory import Memory, MemrefType, View, row_major
-from .parse import Function, Operation, ParsedProgram, parse
+from .parse import Function, Operation, ParsedProgram, matched, parse
 from .pipes import PIPES, Order, S
 from .scalars import ARITHMETIC
 
@@ -119,7 +119,7 @@ def action_of(operation: Operation, program: ParsedProgram) -> Action:
     """The action of an operation. `Unknown` for one that is not in the tables."""
     kind = operation.name.rpartition(".")[2] if operation.name.startswith("arith.") else None
     if kind is not None and kind in ARITHMETIC:
-        return _assigned(operation, ARITHMETIC[kind](operation.text))
+        return _assigned(operation, ARITHMETIC[kind](operation))
     if operation.name not in ACTIONS:
         raise Unknown(f"line {operation.line}: the operation {operation.name} is not known")
     return ACTIONS[operation.name](operation, program)
@@ -147,8 +147,7 @@ def _nothing(operation: Operation, program: ParsedProgram) -> Action:
 
 
 def _for(operation: Operation, program: ParsedProgram) -> Action:
-    head = re.match(r"(%\w+) = (\S+) to (\S+) step (\S+)(?:\s+iter_args\((.*?)\) ->)?", operation.text)
-    assert head is not None, operation.text
+    head = matched(r"(%\w+) = (\S+) to (\S+) step (\S+)(?:\s+iter_args\((.*?)\) ->)?", operation)
     counter, *ends = head.groups()[:4]
     carried = re.findall(r"(%\w+) = (%[\w#-]+)", head[5] or "")
     body = [action_of(inner, program) for inner in operation.regions[0]]
@@ -194,7 +193,7 @@ def _yield(operation: Operation, program: ParsedProgram) -> Action:
 
 def _affine(choose: Callable[[Sequence[int]], int]) -> Callable[[Operation, ParsedProgram], Action]:
     def made(operation: Operation, program: ParsedProgram) -> Action:
-        name, rest = re.match(r"(#map\d*)(.*)", operation.text).groups()  # type: ignore[union-attr]
+        name, rest = matched(r"(#map\d*)(.*)", operation).groups()
         function, names = program.maps[name], re.findall(r"%[\w#-]+", rest)
         return _assigned(operation, lambda core: choose(function(*core.all(names))))
 
@@ -215,7 +214,7 @@ def _after_colon(operation: Operation) -> str:
 
 def _pointer_cast(operation: Operation, program: ParsedProgram) -> Action:
     """A buffer at a byte address of the core's memory."""
-    (address,), kind = re.findall(r"%[\w#-]+", operation.text.partition(" : ")[0]), _types(operation)[-1]
+    address, kind = matched(r"\((%[\w#-]+)\) : ", operation)[1], _types(operation)[-1]
     shape = tuple(size or 0 for size in kind.shape)
     if kind.space != "ub":
         raise Unknown(f"line {operation.line}: memory {kind.space} is not known")
@@ -229,7 +228,7 @@ def _pointer_cast(operation: Operation, program: ParsedProgram) -> Action:
 
 def _reinterpret(operation: Operation, program: ParsedProgram) -> Action:
     form = r"(%[\w#-]+) to offset: \[(.*?)\], sizes: \[(.*?)\], strides: \[(.*?)\]"
-    source, *lists = re.match(form, operation.text).groups()  # type: ignore[union-attr]
+    source, *lists = matched(form, operation).groups()
     offset, sizes, strides = map(_listed, lists)
 
     def value(core: Core) -> View:
@@ -240,7 +239,7 @@ def _reinterpret(operation: Operation, program: ParsedProgram) -> Action:
 
 def _subview(operation: Operation, program: ParsedProgram) -> Action:
     form = r"(%[\w#-]+)\s*\[(.*?)\] \[(.*?)\] \[(.*?)\]"
-    source, *lists = re.match(form, operation.text).groups()  # type: ignore[union-attr]
+    source, *lists = matched(form, operation).groups()
     offsets, sizes, steps = map(_listed, lists)
     rank = len(_types(operation)[-1].shape)
 
@@ -261,7 +260,7 @@ def _collapse(operation: Operation, program: ParsedProgram) -> Action:
 
 def _expand(operation: Operation, program: ParsedProgram) -> Action:
     form = r"(%[\w#-]+) (\[\[.*?\]\]) output_shape \[(.*?)\]"
-    source, groups, sizes = re.match(form, operation.text).groups()  # type: ignore[union-attr]
+    source, groups, sizes = matched(form, operation).groups()
     axes, names = _groups(groups), _listed(sizes)
     return _assigned(operation, lambda core: core[source].expanded(axes, core.all(names)))
 
@@ -275,7 +274,7 @@ def _renamed(operation: Operation, program: ParsedProgram) -> Action:
 
 
 def _place(operation: Operation) -> tuple[str, list[str]]:
-    source, places = re.search(r"(%[\w#-]+)\[(.*?)\]", operation.text).groups()  # type: ignore[union-attr]
+    source, places = matched(r"(?:.*, )?(%[\w#-]+)\[(.*?)\]", operation).groups()
     return source, _listed(places)
 
 
@@ -309,7 +308,7 @@ def _store(operation: Operation, program: ParsedProgram) -> Action:
 
 
 def _call(operation: Operation, program: ParsedProgram) -> Action:
-    name, operands = re.match(r"@(\w+)\((.*?)\)", operation.text).groups()  # type: ignore[union-attr]
+    name, operands = matched(r"@(\w+)\((.*?)\)", operation).groups()
     means, names = meaning(name, operation.line), re.findall(r"%[\w#-]+", operands)
 
     def action(core: Core) -> None:

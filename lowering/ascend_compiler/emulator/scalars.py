@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import operator
-import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
+from .errors import Unknown
 from .memory import DTYPES
+from .parse import Operation, matched
 
 WIDTHS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "index": 64}
 Value = Callable[[Any], Any]
@@ -72,64 +73,79 @@ ORDERS: dict[str, Callable[[Any, Any], bool]] = {
     "gt": operator.gt,
     "ge": operator.ge,
 }
-_TWO = re.compile(r"(%[\w#-]+), (%[\w#-]+)(?: overflow<\w+>| fastmath<\w+>)? : (\w+)")
+_TWO = r"(%[\w#-]+), (%[\w#-]+)(?: overflow<\w+>| fastmath<\w+>)? : (\w+)$"
+Maker = Callable[[Operation], Value]
+"""From an operation to its value. `Unknown` for a type, or a form, that is not known."""
 
 
-def _integers(name: str) -> Callable[[str], Value]:
-    def made(text: str) -> Value:
-        x, y, kind = _TWO.match(text).groups()  # type: ignore[union-attr]
+def _of(kind: str, known: Collection[str], operation: Operation) -> str:
+    if kind not in known:
+        raise Unknown(f"line {operation.line}: {operation.name} of {kind} is not known")
+    return kind
+
+
+def _integers(name: str) -> Maker:
+    def made(operation: Operation) -> Value:
+        x, y, kind = matched(_TWO, operation).groups()
+        _of(kind, WIDTHS, operation)
         return lambda core: wrapped(INTEGER[name](core[x], core[y]), kind)
 
     return made
 
 
-def _floats(name: str) -> Callable[[str], Value]:
-    def made(text: str) -> Value:
-        x, y, kind = _TWO.match(text).groups()  # type: ignore[union-attr]
+def _floats(name: str) -> Maker:
+    def made(operation: Operation) -> Value:
+        x, y, kind = matched(_TWO, operation).groups()
+        _of(kind, FLOATS, operation)
         return lambda core: rounded(FLOAT[name](core[x], core[y]), kind)
 
     return made
 
 
-def _compared(text: str) -> Value:
+def _compared(operation: Operation) -> Value:
     """`slt`, `ult` or `eq` of integers: with a sign, without, or all the same."""
-    how, x, y, kind = re.match(r"(\w+), (%[\w#-]+), (%[\w#-]+) : (\w+)", text).groups()  # type: ignore[union-attr]
-    order = ORDERS[how[-2:]]
+    how, x, y, kind = matched(r"(\w+), (%[\w#-]+), (%[\w#-]+) : (\w+)$", operation).groups()
+    order = ORDERS[_of(how[-2:], ORDERS, operation)]
+    _of(kind, WIDTHS, operation)
     if how[0] == "u":
         return lambda core: int(order(unsigned(core[x], kind), unsigned(core[y], kind)))
     return lambda core: int(order(core[x], core[y]))
 
 
-def _selected(text: str) -> Value:
-    condition, x, y = re.findall(r"%[\w#-]+", text.partition(" : ")[0])
+def _selected(operation: Operation) -> Value:
+    condition, x, y = matched(r"(%[\w#-]+), (%[\w#-]+), (%[\w#-]+) : ", operation).groups()
     return lambda core: core[x] if core[condition] else core[y]
 
 
-def _constant(text: str) -> Value:
+def _constant(operation: Operation) -> Value:
     """A number by its digits, or a float by its bits."""
-    word, _, kind = text.partition(" : ")
-    if word in ("true", "false"):
-        return lambda core: int(word == "true")
-    value = _number(word, kind)
+    if operation.text in ("true", "false"):
+        truth = int(operation.text == "true")
+        return lambda core: truth
+    word, kind = matched(r"(\S+) : (\w+)$", operation).groups()
+    value = _number(word, _of(kind, {**WIDTHS, **FLOATS}, operation))
     return lambda core: value
 
 
 def _number(word: str, kind: str) -> Any:
     if kind in WIDTHS:
         return int(word)
-    if not word.startswith("0x"):
-        return float(word)
-    bits = int(word, 16)
-    return {
-        "f32": lambda: struct.unpack("<f", struct.pack("<I", bits))[0],
-        "bf16": lambda: struct.unpack("<f", struct.pack("<I", bits << 16))[0],
-        "f16": lambda: struct.unpack("<e", struct.pack("<H", bits))[0],
-    }[kind]()
+    return FLOATS[kind](int(word, 16)) if word.startswith("0x") else float(word)
 
 
-def _converted(change: Callable[[Any, str, str], Any]) -> Callable[[str], Value]:
-    def made(text: str) -> Value:
-        x, before, after = re.match(r"(%[\w#-]+)(?: \S+)? : (\w+) to (\w+)", text).groups()  # type: ignore[union-attr]
+FLOATS: dict[str, Callable[[int], float]] = {
+    "f32": lambda bits: struct.unpack("<f", struct.pack("<I", bits))[0],
+    "bf16": lambda bits: struct.unpack("<f", struct.pack("<I", bits << 16))[0],
+    "f16": lambda bits: struct.unpack("<e", struct.pack("<H", bits))[0],
+}
+"""Types of floats, and the number that has these bits."""
+
+
+def _converted(change: Callable[[Any, str, str], Any]) -> Maker:
+    def made(operation: Operation) -> Value:
+        x, before, after = matched(r"(%[\w#-]+)(?: \S+)? : (\w+) to (\w+)$", operation).groups()
+        for kind in (before, after):
+            _of(kind, {**WIDTHS, **FLOATS}, operation)
         return lambda core: change(core[x], before, after)
 
     return made
@@ -140,7 +156,7 @@ def _extended(value: int, before: str, after: str) -> int:
     return -value if before == "i1" else value
 
 
-ARITHMETIC: dict[str, Callable[[str], Value]] = {
+ARITHMETIC: dict[str, Maker] = {
     **{name: _integers(name) for name in INTEGER},
     **{name: _floats(name) for name in FLOAT},
     "cmpi": _compared,
@@ -154,4 +170,4 @@ ARITHMETIC: dict[str, Callable[[str], Value]] = {
     "truncf": _converted(lambda value, before, after: rounded(value, after)),
     "trunci": _converted(lambda value, before, after: wrapped(value, after)),
 }
-"""Operations of `arith` by name: from their text to their value."""
+"""Operations of `arith` by name."""

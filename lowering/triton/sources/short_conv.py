@@ -55,12 +55,18 @@ def short_conv(
                 read = tl.load(new + token * stride, mask=live, other=0.0)
                 tl.store(made + (past + token) * stride, read.to(after.dtype.element_ty), mask=live)
         if begin == 0:
-            for place in tl.static_range(past):
-                if STEPS:
-                    kept = tl.load(before + place * stride, mask=live, other=0.0).to(x.dtype.element_ty)
-                else:
-                    kept = seen_at(new, before, last - first + (place - past), past, stride, live)
-                tl.store(made + place * stride, kept.to(after.dtype.element_ty), mask=live)
+            keep_window(new, before, made, last - first, past, stride, live, STEPS)
+
+
+@triton.jit
+def keep_window(new, before, made, count, past: tl.constexpr, stride, live, STEPS: tl.constexpr):
+    """The window after a row's `count` tokens, or with STEPS the one before them."""
+    for place in tl.static_range(past):
+        if STEPS:
+            kept = tl.load(before + place * stride, mask=live, other=0.0).to(new.dtype.element_ty)
+        else:
+            kept = seen_at(new, before, count + (place - past), past, stride, live)
+        tl.store(made + place * stride, kept.to(made.dtype.element_ty), mask=live)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import lowering
-from lowering import Compiled
+from lowering import Compiled, TritonSource, compile_for
 from lowering.ascend_compiler.emulator import (
     Emulation,
     EmulationError,
@@ -28,7 +28,7 @@ from lowering.cases import CASES
 from lowering.cases.case import Case
 from lowering.op import find
 from lowering.target import TARGETS
-from lowering.triton import launch
+from lowering.triton import launch, norm
 from lowering.triton.launch import Launch
 from tests.lowering.triton.test_numbers import OPS, SMALL, taken, with_padding_of_nan
 from tests.tolerances import assert_close
@@ -221,6 +221,15 @@ def test_blocks_in_any_order() -> None:
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
+def _compiled_with(arguments: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Signature and constants of a gated norm of these arguments."""
+    made, _ = norm.gated_rms_norm(
+        arguments["x"], arguments["gate"], arguments["weight"], eps=1e-6, activation="silu", rounded=True,
+        target=TARGETS["ascend950"],
+    )  # fmt: skip
+    return made.signature, dict(made.constants)
+
+
 def test_what_is_not_known_is_refused_by_name() -> None:
     outcome, arguments, programs = captured("gated_rms_norm", "heads_silu")
     program = outcome.program
@@ -228,9 +237,18 @@ def test_what_is_not_known_is_refused_by_name() -> None:
         ("@vexp_1d_float(", "@vtanh_1d_float(", "the library call vtanh_1d_float is not known"),
         ("hivm.hir.set_mask_norm", "hivm.hir.set_ctrl", "the operation hivm.hir.set_ctrl is not known"),
         ("<PIPE_MTE2>, <PIPE_V>", "<PIPE_M>, <PIPE_V>", "the pipe PIPE_M is not known"),
+        (" step %", " by %", "scf.for is written in a form that is not known"),
+        (" to offset:", " at:", "memref.reinterpret_cast is written in a form that is not known"),
+        (" : i32\n", " : i33\n", r"arith\.\w+ of i33 is not known"),
+        ("arith.cmpi eq", "arith.cmpi xx", "arith.cmpi of xx is not known"),
     ):
         with pytest.raises(Unknown, match=f"line \\d+: {message}"):
             emulate(replace(outcome, program=program.replace(before, after)), arguments, programs)
+    wide = launch.SOURCES / "norm.py"
+    other = compile_for(TritonSource(wide, "gated_rms_norm"), *_compiled_with(arguments), "ascend950")
+    assert isinstance(other, Compiled)
+    with pytest.raises(Unknown, match=r"line \d+"):
+        emulate(other, arguments, programs)
     with pytest.raises(Unknown, match="cube and vector cores together"):
         emulate(replace(outcome, mix=True), arguments, programs)
     with pytest.raises(EmulationError, match="gate is not given"):
