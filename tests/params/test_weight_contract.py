@@ -90,11 +90,12 @@ SHAPES = {"experts": (4, 64, 128), "linear": (1024, 1024), "mla_prefix_attention
 OF = {"experts": OF_EXPERTS, "linear": tuple(QUANTIZED)}
 
 
-def prepared(op: Op, kernel: Kernel) -> Iterator[tuple[Any, PreparedWeight]]:
-    """Weights that a kernel takes and has a layout of its own for, and what it makes of each."""
+def prepared(op: Op, kernel: Kernel, times: int = 1) -> Iterator[tuple[Any, PreparedWeight]]:
+    """Weights that a kernel takes and has a layout of its own for, and what it makes of each; `times` as many inputs."""
     assert kernel.prepare is not None
     npu_reference.load()  # layouts of Ascend are casts by its operators
-    shape = SHAPES.get(op.name, (128,))
+    *lead, inputs = SHAPES.get(op.name, (128,))
+    shape = (*lead, times * inputs)
     quantized = (made(kind, *shape[-2:], *shape[:-2]) for kind in OF.get(op.name, ()))
     for weight in (Draw(torch.bfloat16).normal(*shape), *quantized):
         if kernel.reads(weight):
@@ -106,8 +107,9 @@ def prepared(op: Op, kernel: Kernel) -> Iterator[tuple[Any, PreparedWeight]]:
 
 @pytest.mark.parametrize(("op", "kernel"), [pytest.param(*one, id=f"{one[0].name} {one[1].name}") for one in LAYING])
 def test_a_prepared_weight_is_what_it_was_made_of(op: Op, kernel: Kernel) -> None:
-    """Its shape and place, kernels that exist, a key of its own; its plain values where it has any, else words."""
-    for weight, ready in prepared(op, kernel):
+    """Its shape and place, kernels that exist, a key of its own and its size; its plain values, or words."""
+    for (weight, ready), (_, longer) in zip(prepared(op, kernel), prepared(op, kernel, 2), strict=True):
+        assert type(longer) is type(ready) and longer.static_key() != ready.static_key()
         assert kernel.name in ready.kernels
         assert set(ready.kernels) <= {name for other in OPS.values() for name in other.kernels}
         assert tuple(ready.shape) == tuple(weight.shape) and ready.device == weight.device
