@@ -91,7 +91,7 @@ OF = {"experts": OF_EXPERTS, "linear": tuple(QUANTIZED)}
 
 
 def prepared(op: Op, kernel: Kernel, times: int = 1) -> Iterator[tuple[Any, PreparedWeight]]:
-    """Weights that a kernel takes and has a layout of its own for, and what it makes of each; `times` as many inputs."""
+    """Weights that a kernel has a layout of its own for, of `times` as many inputs, and what it makes of each."""
     assert kernel.prepare is not None
     npu_reference.load()  # layouts of Ascend are casts by its operators
     *lead, inputs = SHAPES.get(op.name, (128,))
