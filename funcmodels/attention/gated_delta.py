@@ -98,10 +98,10 @@ def delta_net(
     v_heads, v_dim = params.a_log.shape[0], params.norm.weight.shape[0]
     keys, values = k_heads * k_dim, v_heads * v_dim
 
-    qkv, z, b, a = project(params.in_proj, x).split((2 * keys + values, values, v_heads, v_heads), -1)
+    qkv, z, b, a = project(params.in_proj, x).split_with_sizes((2 * keys + values, values, v_heads, v_heads), -1)
     window = None if past is None else past.window
     qkv, window, window_trail = ops.short_conv(qkv, params.conv, window, step.rows, keep_steps=step.keep_steps)
-    q, k, v = qkv.split((keys, keys, values), -1)
+    q, k, v = qkv.split_with_sizes((keys, keys, values), -1)
     q = ops.l2_norm(q.unflatten(-1, (k_heads, k_dim)), scale=k_dim**-0.5)
     k = ops.l2_norm(k.unflatten(-1, (k_heads, k_dim)))
     v, z = (x.unflatten(-1, (v_heads, v_dim)) for x in (v, z))

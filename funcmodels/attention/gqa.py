@@ -133,7 +133,7 @@ def _projected(params: Attention, x: Tensor, query_parts: int, kv_heads: int) ->
             f"and {kv_heads} heads of keys and of values, {head_dim} wide)"
         )
     mixed = rearrange(project(params.qkv, x), "tokens (heads dim) -> tokens heads dim", dim=head_dim)
-    q, k, v = mixed.split((query_parts, kv_heads, kv_heads), -2)
+    q, k, v = mixed.split_with_sizes((query_parts, kv_heads, kv_heads), -2)
     return q, k, v
 
 

@@ -128,7 +128,7 @@ def latent_attention(
     latent_dim = norm.shape[0]
     projected = project(params.down, x)
     latents, gates = latent_dim + rope_dim, heads * v_dim if gated else 0
-    q, kv, gate = projected.split((projected.shape[1] - latents - gates, latents, gates), -1)
+    q, kv, gate = projected.split_with_sizes((projected.shape[1] - latents - gates, latents, gates), -1)
     q, kv = (x if bias is None else x + bias for x, bias in ((q, params.q_bias), (kv, params.kv_bias)))
     queries = _queries(params, q, heads, nope_dim, rope_dim, rotary, eps)
     if up.shape[0] != heads * (nope_dim + v_dim):
@@ -169,7 +169,8 @@ def _queries(
             f"latent_attention: queries have {q.shape[1]} channels, expected {heads * (nope_dim + rope_dim)} "
             f"({heads} heads of {nope_dim} without rope and {rope_dim} with it)"
         )
-    q_nope, q_rope = rearrange(q, "tokens (heads dim) -> tokens heads dim", heads=heads).split((nope_dim, rope_dim), -1)
+    q = rearrange(q, "tokens (heads dim) -> tokens heads dim", heads=heads)
+    q_nope, q_rope = q.split_with_sizes((nope_dim, rope_dim), -1)
     return LatentQueries(q_nope, _turned(q_rope, rotary))
 
 
@@ -197,11 +198,11 @@ def _among_themselves(
 ) -> Float[Tensor, "tokens heads v_dim"]:
     """Without a state: keys and values of all heads are made, and each token sees its row's earlier ones."""
     latent_dim = params.latent_norm.weight.shape[0]
-    latent, rope = kv.split((latent_dim, kv.shape[1] - latent_dim), -1)
+    latent, rope = kv.split_with_sizes((latent_dim, kv.shape[1] - latent_dim), -1)
     latent = normalised(params.latent_norm, latent, eps=eps)
     rope = _turned(rope[:, None], rotary)
     up = plain(exactly(params.up, UpProjection).weight).to(latent.dtype)
     heads, nope_dim = queries.nope.shape[1:]
-    k_nope, v = ops.linear(latent, up).unflatten(1, (heads, -1)).split((nope_dim, v_dim), -1)
+    k_nope, v = ops.linear(latent, up).unflatten(1, (heads, -1)).split_with_sizes((nope_dim, v_dim), -1)
     q, k = torch.cat(leaves(queries), -1), torch.cat((k_nope, rope.expand(-1, heads, -1)), -1)
     return ops.attention(q, k, v, step.rows, scale=scale)

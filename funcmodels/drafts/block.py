@@ -140,7 +140,7 @@ def block_hidden(
     for index, (layer, next_norm) in enumerate(zip(params.layers, next_norms, strict=True)):
         mixed = project(exactly(layer.attn.qkv, Linear), normed)  # `context` has rows of its weight, and no bias
         mixed = rearrange(mixed, "tokens (heads dim) -> tokens heads dim", **sizes)
-        q, k, v = mixed.split((heads, kv_heads, kv_heads), 1)
+        q, k, v = mixed.split_with_sizes((heads, kv_heads, kv_heads), 1)
         q, k = normalised(layer.attn.q_norm, q, eps=eps), normalised(layer.attn.k_norm, k, eps=eps)
         q, k = ops.rotary(q, k, *angles)
         y = attend(index, q, k, v)

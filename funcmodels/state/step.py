@@ -99,11 +99,10 @@ def begin(
     check_followed()
     _check_kinds(state, kinds)
     state, ledger = _grown(state, batch, keep_steps)
-    first = torch.cat((state.lengths, state.lengths.new_zeros(1)))
-    positions = first[row] + torch.arange(tokens, device=row.device, dtype=torch.int32) - start[row]
+    positions = _positions(state, batch, row)
     hashes = None if state.log is None else _hashes(batch, positions)
     held, host = state.lengths + rows.new, _host_lengths(batch, ledger)
-    places = _slots(state, row, positions)
+    places = _slots(state, row, positions, padded=not rows.uniform)
     rows = replace(rows, lengths=held, page_table=state.page_table, host=host)
     return Step(rows, positions, row, keep_steps, places, hashes, state, ledger)
 
@@ -238,8 +237,19 @@ def _check_transforms(state: State) -> None:
         )
 
 
-def _slots(state: State, row: Tensor, positions: Tensor) -> Tensor:
+def _positions(state: State, batch: Batch, row: Tensor) -> Tensor:
+    """Each token's place in its row; padding counts on from 0."""
+    if batch.uniform and batch.max_query == 1:
+        return state.lengths
+    first = torch.cat((state.lengths, state.lengths.new_zeros(1)))
+    return first[row] + torch.arange(len(row), device=row.device, dtype=torch.int32) - batch.query_start[row]
+
+
+def _slots(state: State, row: Tensor, positions: Tensor, padded: bool) -> Tensor:
+    """Each token's slot in the pools."""
     page, offset = positions // state.page_size, positions % state.page_size
+    if not padded:
+        return state.page_table[row, page].long() * state.page_size + offset
     live = row < state.rows
     table = state.page_table[row.clamp(max=state.rows - 1), torch.where(live, page, 0).long()]
     # Padding goes to the scratch page, spread over it, at slots that no row ever reads.

@@ -67,7 +67,7 @@ def _refuse_step(q, k, v, decay, beta, state, rows, *, keep_steps) -> str | None
 def _step(q, k, v, decay, beta, state, rows, *, keep_steps):
     shared = v.shape[1] // k.shape[1]
     dtype = wide_dtype(q, k, v, decay, beta, state)
-    q, k = (x.to(dtype).repeat_interleave(shared, 1) for x in (q, k))
+    q, k = (_shared(x.to(dtype), shared) for x in (q, k))
     keys_queries, overlap = torch.stack((k, q), 2), (k * q).sum(-1, keepdim=True)
     decay, beta, values = exp(of_channels(decay, k).to(dtype))[:, :, None], beta.to(dtype)[..., None], v.to(dtype)
     after, out = torch.empty_like(state), torch.empty_like(values)
@@ -84,6 +84,11 @@ def _step(q, k, v, decay, beta, state, rows, *, keep_steps):
             after[row] = now
     after[v.shape[0] :] = state[v.shape[0] :]  # the scratch slot
     return out.to(v.dtype), after, None
+
+
+def _shared(x: Tensor, heads: int) -> Tensor:
+    """Each key head once for every value head that it serves: [tokens k_heads k_dim] to [tokens v_heads k_dim]."""
+    return x if heads == 1 else x.repeat_interleave(heads, 1)
 
 
 def too_short(max_query: int, keep_steps: bool) -> str | None:

@@ -29,14 +29,16 @@ def _blocked(x, weight, window, rows, *, keep_steps, dilation=1):
     before = new.new_zeros(count, past, channels) if window is None else window[:count].to(x.dtype)
     step = max(past, BLOCK // max(count * channels, 1))
     taps = weight.to(wide_dtype(x, weight)).T.contiguous().unbind()
-    blocks = [_convolved(torch.cat((before, new[:, :step]), 1), taps, dilation)]
+    first = torch.cat((before, new[:, :step]), 1)
+    blocks = [_convolved(first, taps, dilation)]
     blocks += [_convolved(new[:, at - past : at + step], taps, dilation) for at in range(step, rows.max_query, step)]
     y = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
     y = rows.flat(y, x.shape[0])
     if window is None:
         return y, None, None
     if rows.uniform:
-        last = torch.cat((before, new[:, -past:]), 1)[:, -past:]
+        last = first if rows.max_query <= step else new
+        last = last[:, last.shape[1] - past :]
         return y, torch.cat((last.to(window.dtype), window[count:])), None
     after = window_after(with_scratch(torch.cat((before, new), 1)), rows.new, past)
     return y, after.to(window.dtype), None
