@@ -122,6 +122,14 @@ def require(*conditions: tuple[bool, str]) -> None:
         raise ConfigError("; ".join(broken))
 
 
+def sizes(config: Any, but: Collection[str] = ()) -> Iterator[tuple[bool, str]]:
+    """Rules for `require`: each number is above zero, but those named, and those that a default says may be nothing."""
+    kinds = get_type_hints(type(config))
+    fields = [field for field in dataclasses.fields(config) if kinds[field.name] in (int, float)]
+    nothing = [field.name for field in fields if field.default is not dataclasses.MISSING and field.default <= 0]
+    yield from positive(config, [field.name for field in fields if field.name not in (*but, *nothing)])
+
+
 def positive(config: Any, names: Collection[str]) -> Iterator[tuple[bool, str]]:
     """Rules for `require`: each of these fields is above zero."""
     for name in names:

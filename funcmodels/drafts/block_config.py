@@ -124,13 +124,8 @@ def _default_block(given: Mapping[str, Any]) -> int:
 
 
 def _size_rules(config: BlockConfig) -> Iterator[tuple[bool, str]]:
-    for name in _POSITIVE:
-        yield getattr(config, name) > 0, f"{name} must be positive, found {getattr(config, name)}"
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    yield (
-        heads % max(kv_heads, 1) == 0,
-        f"num_attention_heads must be a multiple of num_key_value_heads, found {heads} and {kv_heads}",
-    )
+    yield from configs.sizes(config, ("mask_token_id",))
+    yield configs.multiple(config, "num_attention_heads", "num_key_value_heads")
     yield config.head_dim % 2 == 0, f"head_dim must be even, since channels turn in pairs, found {config.head_dim}"
     yield config.drafts > 0, f"block_size {config.block_size} leaves no draft: the first row of a block is the root"
     yield (
@@ -176,18 +171,6 @@ def _option_rules(fields: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
     yield from configs.rope_section_rules(configs.rope_sections(fields))
 
 
-_POSITIVE = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "block_size",
-    "rope_theta",
-    "rms_norm_eps",
-)
 _UNSUPPORTED = (
     "attention_bias",
     "attention_sink",

@@ -117,7 +117,7 @@ def read_config(given: Mapping[str, Any]) -> DeepseekV2Config:
     named |= {name: rope.get(name) for name in _ROPE} | {"rope_type": kind}
     config = configs.read(DeepseekV2Config, named, _needed(given, kind))
     configs.require(
-        *configs.positive(config, _POSITIVE),
+        *configs.sizes(config, _OTHER_RULES),
         *_shape_rules(config, given),
         *_expert_rules(config, given),
         *_rope_rules(config, sections),
@@ -189,8 +189,13 @@ _ROPE = (
     "rope_theta", "rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
     "mscale_all_dim", "attention_factor", "truncate",
 )  # fmt: skip
-_POSITIVE = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim",
-    "qk_rope_head_dim", "v_head_dim", "intermediate_size", "n_routed_experts", "n_shared_experts",
-    "moe_intermediate_size", "rms_norm_eps", "max_position_embeddings", "rope_theta",
-)  # fmt: skip
+_OTHER_RULES = (
+    "num_experts_per_tok",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    "factor",
+    "beta_fast",
+    "beta_slow",
+)
+"""Numbers with rules of their own."""

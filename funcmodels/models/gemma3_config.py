@@ -84,7 +84,7 @@ def _rope_sections(given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _size_rules(config: Gemma3Config) -> Iterator[tuple[bool, str]]:
-    yield from configs.positive(config, _POSITIVE)
+    yield from configs.sizes(config)
     yield configs.multiple(config, "num_attention_heads", "num_key_value_heads")
     yield config.head_dim % 2 == 0, f"head_dim must be even for its channels to turn in pairs, found {config.head_dim}"
 
@@ -139,10 +139,3 @@ def _unsupported(given: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
     last = given.get("final_logit_softcapping")
     capped = last is None or (isinstance(last, (int, float)) and last > 0)
     yield capped, f"final_logit_softcapping must be positive or null, found {last!r}"
-
-
-_POSITIVE = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "query_pre_attn_scalar", "sliding_window", "rms_norm_eps", "max_position_embeddings", "rope_theta",
-    "rope_factor", "rope_local_base_freq", "rope_local_factor",
-)  # fmt: skip

@@ -53,8 +53,7 @@ def is_kimi_k3(given: Mapping[str, Any]) -> bool:
 
 
 def _rules(config: KimiK3Config, given: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    for name in ("q_lora_rank", "attn_res_block_size", "routed_expert_hidden_size", "activation_situ_beta"):
-        yield getattr(config, name) > 0, f"{name} must be positive, found {getattr(config, name)}"
+    yield from configs.positive(config, ("q_lora_rank",))
     cap, bound = config.activation_situ_linear_beta, config.gate_lower_bound
     yield cap >= 0, f"activation_situ_linear_beta must be positive or null, found {cap}"
     yield bound < 0, f"gate_lower_bound must be negative, as log decays are; found {bound}"

@@ -88,7 +88,8 @@ def default_layer_types(given: Mapping[str, Any]) -> list[str]:
 
 def _check(config: Qwen35Config, given: Mapping[str, Any], sizes: Sequence[str]) -> None:
     configs.require(
-        *configs.positive(config, (*_POSITIVE, *sizes)),
+        *configs.sizes(config, ("partial_rotary_factor",)),
+        *configs.positive(config, sizes),
         *_layer_rules(config),
         *_feed_forward_rules(config, given, sizes),
         *_rotary_rules(config, given),
@@ -135,8 +136,3 @@ def _rotary_rules(config: Qwen35Config, given: Mapping[str, Any]) -> Iterator[tu
 
 
 _MOE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
-_POSITIVE = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
-    "linear_conv_kernel_dim", "max_position_embeddings", "full_attention_interval", "rope_theta", "rms_norm_eps",
-)  # fmt: skip

@@ -22,9 +22,10 @@ from ..state.batch import Batch
 from ..state.space import Space
 from ..state.state import Entry, State
 from ..state.step import begin, finish
-from .qwen3_8_flash_next_config import INDEXED, FlashNextConfig, read_config
+from .qwen3_8_flash_next_config import INDEXED, FlashNextConfig
 from .qwen3_8_flash_next_layers import FlashNextParams, NgramLayerState, decoder_layer, index_entry, place_angles
 from .qwen3_8_flash_next_mtp import mtp_entries, mtp_forward, mtp_read
+from .qwen3_8_flash_next_rules import read_config
 
 
 def init_entries(config: FlashNextConfig, space: Space) -> tuple[Entry, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..model import Model
-from .qwen3_8_flash_next_config import indexed_by, read_config
+from .qwen3_8_flash_next_rules import indexed_by, read_config
 
 
 def with_index(model: Model, *, budget: int | None = None, ratio: int | None = None) -> Model:

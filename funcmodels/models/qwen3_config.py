@@ -46,7 +46,8 @@ def read_config(given: Mapping[str, Any]) -> Qwen3Config:
     config = configs.read(Qwen3Config, fields)
     act, part = given.get("hidden_act", "silu"), rope.get("partial_rotary_factor", 1.0)
     configs.require(
-        *configs.positive(config, (*_POSITIVE, *(("sliding_window",) if SLIDING in config.layer_types else ()))),
+        *configs.sizes(config),
+        *configs.positive(config, ("sliding_window",) if SLIDING in config.layer_types else ()),
         *configs.layer_types(config, (FULL, SLIDING)),
         *configs.rope_section_rules(sections),
         configs.multiple(config, "num_attention_heads", "num_key_value_heads"),
@@ -61,9 +62,3 @@ def _layer_types(given: Mapping[str, Any], sliding: Any) -> list[str]:
     """The first layers attend to all, those from `max_window_layers` on to a window, where there is one."""
     full = given.get("max_window_layers", 28) if sliding is not None else configs.MOST["num_hidden_layers"]
     return [SLIDING if configs.is_count(full) and at >= full else FULL for at in range(configs.layer_count(given) or 0)]
-
-
-_POSITIVE = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "rms_norm_eps", "max_position_embeddings", "rope_theta",
-)  # fmt: skip
