@@ -20,9 +20,10 @@ from ..ops.delta import DeltaStates
 from ..ops.short_conv import WindowTrail
 from ..rows import Rows
 from ..target import Target
-from . import delta, norm, short_conv
+from . import delta, glu, norm, rotary, short_conv, streams
 from .kernels import RECORD
-from .launch import Launch
+from .launch import Launch, Steps
+from .launch import launches as launched
 
 ROWS, STEPS = 8, 4
 """A batch that verifies three drafted tokens a row."""
@@ -52,7 +53,7 @@ def launches(target: Target, dtype: torch.dtype = torch.bfloat16) -> dict[str, L
         "commit of windows, 8192 channels": short_conv.commit(windows, accepted, 3, target=target)[0],
         "scatter of states, 32 heads": delta.scatter(states.after[:, 0], accepted, states.before, target=target),
     }
-    families = (_recurrent, _gates, _norms, _convs)
+    families = (_recurrent, _gates, _norms, _plain_norms, _activations, _rotary, _streams, _convs)
     return {name: launch for family in families for name, launch in family(target, narrow)} | made
 
 
@@ -86,6 +87,46 @@ def _norms(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
         x, weight = narrow(rows, dim), narrow(dim)
         call = norm.gated_rms_norm(x, x, weight, eps=1e-6, activation="silu", rounded=rounded, target=target)
         yield name, call[0]
+
+
+def _plain_norms(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
+    for rows, dim in ((4096, 128), (64, 4096)):
+        x, weight, sizes = narrow(rows, dim), narrow(dim), f"rows of {dim}"
+        for prefix, gemma in (("", False), ("gemma_", True)):
+            yield f"{prefix}rms_norm, {sizes}", norm.rms_norm(x, weight, eps=1e-6, gemma=gemma, target=target)[0]
+            added = norm.add_rms_norm(x, x, weight, eps=1e-6, gemma=gemma, target=target)[0]
+            yield f"add_{prefix}rms_norm, {sizes}", added
+    yield "l2_norm, rows of 128", norm.l2_norm(narrow(4096, 128), target=target)[0]
+    x, weight = narrow(TOKENS, 4 * 2048), narrow(4 * 2048)
+    grouped = norm.grouped_rms_norm(x, weight, groups=4, eps=1e-6, target=target)[0]
+    yield "grouped_gemma_rms_norm, 4 groups of 2048", grouped
+
+
+def _activations(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
+    gate_up = narrow(TOKENS, 2 * 12288)
+    yield "swiglu, 12288 channels", glu.swiglu(gate_up, target=target)[0]
+    yield "swiglu, 12288 channels, capped", glu.swiglu(gate_up, caps=(4.0, 25.0), target=target)[0]
+    yield "geglu, 12288 channels", glu.geglu(gate_up, target=target)[0]
+
+
+def _rotary(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
+    for heads, dim, half in ((32, 128, 64), (16, 256, 32)):
+        q, angles = narrow(TOKENS, heads, dim), _wide(TOKENS, half)
+        yield f"rotary, {heads} heads of {dim}", rotary.rotary(q, q, angles, angles, target=target)[0][0]
+
+
+def _streams(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
+    x, joined = narrow(TOKENS, 4, 2560), 4 * 2560
+    steps: Steps = streams.hyper_mix(
+        x, narrow(joined), narrow(324, joined), narrow(joined, 320), eps=1e-6, target=target
+    )[0]
+    for part, launch in zip(("norm", "narrowed", "mixed"), launched(steps), strict=True):
+        yield f"hyper_mix, 4 streams of 2560, {part}", launch
+    weights = _wide(TOKENS, 4)
+    yield "hyper_inject, 4 streams of 2560", streams.hyper_inject(x, x[:, 0], weights, target=target)[0]
+    bank, prefix, weight = narrow(TOKENS, 8, 7168), narrow(TOKENS, 7168), narrow(7168)
+    residual = streams.attention_residual(bank, prefix, weight, weight, eps=1e-6, target=target)[0]
+    yield "attention_residual, 8 snapshots of 7168", residual
 
 
 def _convs(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:

@@ -25,16 +25,29 @@ from ..kernel import Refusal
 from ..npu.features import loaded
 from ..npu.kernel import above, empty, machine
 from ..op import Op
-from ..ops.delta import channel_gates, delta_gates, gated_delta_rule
-from ..ops.norm import gated_rms_norm, gated_rms_norm_fp32
+from ..ops.attention_residual import attention_residual
+from ..ops.delta import channel_gates, delta_gates, gated_delta_rule, l2_norm
+from ..ops.hyper_connection import hyper_inject, hyper_mix
+from ..ops.mlp import geglu, swiglu
+from ..ops.norm import (
+    add_gemma_rms_norm,
+    add_rms_norm,
+    gated_rms_norm,
+    gated_rms_norm_fp32,
+    gemma_rms_norm,
+    grouped_gemma_rms_norm,
+    rms_norm,
+)
+from ..ops.rotary import rotary
 from ..ops.short_conv import short_conv
 from ..policy import EVIDENCE, MODE
 from ..rows import Rows
 from ..target import ASCEND, Target
-from . import delta, launch, norm
+from . import delta, glu, launch, norm, streams
+from . import rotary as rope
 from . import short_conv as conv
 
-Make = Callable[..., tuple[launch.Launch, Any]]
+Make = Callable[..., tuple[launch.Steps, Any]]
 RECORD = Path(__file__).with_name("compiled.json")
 MOST_STEPS = 16
 """Tokens a row that kernels which go token by token take: the window of a DFlash block, at its default size."""
@@ -44,7 +57,7 @@ TAKEN = (torch.float32, torch.bfloat16, torch.float16)
 def ours(op: Op, make: Make, refuse: Refusal) -> None:
     """Register a kernel of `op` on every Ascend target that Ascend's compiler has been shown it for.
 
-    `make(*args, **kwargs, target=)` gives a launch and the result that it fills.
+    `make(*args, **kwargs, target=)` gives a launch, or several steps, and the result that they fill.
     """
     launch.operator(op.name)
     register = op.kernel(
@@ -87,8 +100,9 @@ def _run(op: Op, make: Make, *args: Any, **kwargs: Any) -> Any:
             )
         return op.body(*args, **kwargs)
     given = [arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args]
-    started, result = make(*given, **kwargs, target=machine(given[0]))
-    started.start(op.name)
+    steps, result = make(*given, **kwargs, target=machine(given[0]))
+    for step in steps if isinstance(steps, tuple) else (steps,):
+        step.start(op.name)
     return result
 
 
@@ -177,3 +191,15 @@ ours(channel_gates, delta.channel_gates, _refuse_channels)
 ours(short_conv, conv.short_conv, _refuse_conv)
 ours(gated_rms_norm, partial(norm.gated_rms_norm, rounded=True), _takes)
 ours(gated_rms_norm_fp32, partial(norm.gated_rms_norm, rounded=False), _takes)
+ours(rms_norm, partial(norm.rms_norm, gemma=False), _takes)
+ours(gemma_rms_norm, partial(norm.rms_norm, gemma=True), _takes)
+ours(add_rms_norm, partial(norm.add_rms_norm, gemma=False), _takes)
+ours(add_gemma_rms_norm, partial(norm.add_rms_norm, gemma=True), _takes)
+ours(grouped_gemma_rms_norm, norm.grouped_rms_norm, _takes)
+ours(l2_norm, norm.l2_norm, _takes)
+ours(swiglu, glu.swiglu, _takes)
+ours(geglu, glu.geglu, _takes)
+ours(rotary, rope.rotary, _takes)
+ours(hyper_mix, streams.hyper_mix, _takes)
+ours(hyper_inject, streams.hyper_inject, _takes)
+ours(attention_residual, streams.attention_residual, _takes)

@@ -80,6 +80,28 @@ class Launch:
         return "w" if name in self.writes else "r"
 
 
+@dataclass(frozen=True)
+class Product:
+    """A product of matrices between launches, which Torch's own does: left [rows inner] @ right [outputs inner] ^ T."""
+
+    left: Tensor
+    right: Tensor
+    out: Tensor
+
+    def start(self, op: str) -> None:
+        """Fill `out` [rows outputs]."""
+        torch.mm(self.left, self.right.T, out=self.out)
+
+
+Steps = Launch | tuple[Launch | Product, ...]
+"""What computes a call: one launch, or some, one after the other, with products between them."""
+
+
+def launches(steps: Steps) -> tuple[Launch, ...]:
+    """The launches among them."""
+    return tuple(step for step in (steps if isinstance(steps, tuple) else (steps,)) if isinstance(step, Launch))
+
+
 @functools.lru_cache(maxsize=4096)
 def _form(file: str, name: str, kinds: tuple[tuple[str, str], ...], constants: tuple[tuple[str, Any], ...]) -> str:
     """What a launch is beside its tensors and numbers, as text: a traced program holds it."""

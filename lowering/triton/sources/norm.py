@@ -41,3 +41,92 @@ def gated_rms_norm(
         else:
             scaled = scaled * tl.sigmoid(opened)
         tl.store(out + cells, scaled.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def rms_norm(
+    x,
+    weight,
+    out,
+    rstd,
+    rows,
+    eps,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GEMMA: tl.constexpr,
+    KEPT: tl.constexpr,
+):
+    """`rms_norm`, with GEMMA `gemma_rms_norm`; with KEPT also the reciprocal deviations, rstd [rows GROUPS].
+
+    x and out [rows GROUPS DIM], weight [GROUPS DIM]: a mean of squares a group. TILE rows of one group at a time.
+    """
+    channel = tl.arange(0, BLOCK)
+    tiles = tl.cdiv(rows, TILE)
+    for job in range(tl.program_id(0), GROUPS * tiles, tl.num_programs(0)):
+        group, start = job // tiles, job % tiles * TILE
+        row = start + tl.arange(0, TILE)
+        live = (row < rows)[:, None] & (channel < DIM)[None, :]
+        cells = (row.to(tl.int64)[:, None] * GROUPS + group) * DIM + channel[None, :]
+        scale = tl.load(weight + group * DIM + channel, mask=channel < DIM, other=0.0).to(tl.float32)
+        wide = tl.load(x + cells, mask=live, other=0.0).to(tl.float32)
+        root = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)
+        scaled = weighed(wide * root[:, None], scale, x.dtype.element_ty, GEMMA)
+        tl.store(out + cells, scaled.to(out.dtype.element_ty), mask=live)
+        if KEPT:
+            tl.store(rstd + row.to(tl.int64) * GROUPS + group, root, mask=row < rows)
+
+
+@triton.jit
+def add_rms_norm(
+    x,
+    residual,
+    weight,
+    out,
+    total,
+    rows,
+    eps,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GEMMA: tl.constexpr,
+):
+    """`add_rms_norm`, with GEMMA `add_gemma_rms_norm`: of the rounded sum x + residual, all [rows DIM]."""
+    channel = tl.arange(0, BLOCK)
+    scale = tl.load(weight + channel, mask=channel < DIM, other=0.0).to(tl.float32)
+    for start in range(tl.program_id(0) * TILE, rows, tl.num_programs(0) * TILE):
+        row = start + tl.arange(0, TILE)
+        live = (row < rows)[:, None] & (channel < DIM)[None, :]
+        cells = row.to(tl.int64)[:, None] * DIM + channel[None, :]
+        wide = tl.load(x + cells, mask=live, other=0.0).to(tl.float32)
+        wide += tl.load(residual + cells, mask=live, other=0.0).to(tl.float32)
+        rounded = wide.to(total.dtype.element_ty)
+        tl.store(total + cells, rounded, mask=live)
+        wide = rounded.to(tl.float32)
+        root = tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)
+        scaled = weighed(wide * root[:, None], scale, total.dtype.element_ty, GEMMA)
+        tl.store(out + cells, scaled.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def weighed(unit, scale, rounded: tl.constexpr, GEMMA: tl.constexpr):
+    """Rows of unit root mean square times their weight, rounded before it; with GEMMA times one plus it, unrounded."""
+    if GEMMA:
+        scaled = unit * (1.0 + scale)[None, :]
+    else:
+        scaled = unit.to(rounded).to(tl.float32) * scale[None, :]
+    return scaled
+
+
+@triton.jit
+def l2_norm(x, out, rows, scale, eps, DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """`l2_norm`: x and out [rows DIM], TILE rows at a time in a tile of BLOCK >= DIM channels."""
+    channel = tl.arange(0, BLOCK)
+    for start in range(tl.program_id(0) * TILE, rows, tl.num_programs(0) * TILE):
+        row = start + tl.arange(0, TILE)
+        live = (row < rows)[:, None] & (channel < DIM)[None, :]
+        cells = row.to(tl.int64)[:, None] * DIM + channel[None, :]
+        wide = tl.load(x + cells, mask=live, other=0.0).to(tl.float32)
+        scaled = wide * (scale * tl.rsqrt(tl.sum(wide * wide, 1) + eps))[:, None]
+        tl.store(out + cells, scaled.to(out.dtype.element_ty), mask=live)
