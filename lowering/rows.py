@@ -91,6 +91,9 @@ class Rows:
 
     def of_tokens(self, tokens: int) -> Int[Tensor, " tokens"]:
         """The row that each token belongs to; `count`, the scratch row, for padding."""
+        if self.uniform:
+            at = torch.arange(tokens, device=self.query_start.device)
+            return at if self.max_query == 1 else at // self.max_query
         at = torch.arange(tokens, device=self.query_start.device, dtype=self.query_start.dtype)
         return torch.searchsorted(self.query_start[1:].contiguous(), at, right=True)
 

@@ -9,6 +9,7 @@ tests marked `sweep` and gives Hypothesis many random examples.
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 # One thread a worker: pytest-xdist fills the cores. Read when torch is loaded, so set before anything imports it.
@@ -18,6 +19,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Read by glibc when a worker starts: what is larger than this goes back to the system when it is freed. By default
 # tensors of some megabytes stay with the process, and a worker grows by gigabytes over thousands of tests.
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**20))
+# oneDNN keeps the code of its last 1,024 products by size and dtype, some hundred kilobytes each: no test meets those of
+# the tests before it again.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "50")
 
 import hypothesis
 import jaxtyping
@@ -33,12 +37,23 @@ hypothesis.settings.register_profile("ci", derandomize=True, database=None, dead
 hypothesis.settings.register_profile("sweep", database=None, deadline=None, max_examples=500, print_blob=True)
 
 
+TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
+"""Of glibc; other systems have none."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sweep", action="store_true", help="run the tests marked sweep too, with many random examples")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("sweep" if config.getoption("--sweep") else "ci")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Between files, what the C library keeps of freed memory goes back to the system."""
+    if nextitem is not None and nextitem.path != item.path and TRIM is not None:
+        TRIM(0)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -90,7 +90,7 @@ def begin(
     _check_positions(batch, axes)
     tokens, start = batch.tokens.shape[0], batch.query_start
     rows = Rows(start, max_query=batch.max_query, uniform=batch.uniform)
-    row = torch.arange(tokens, device=start.device) if rows.uniform and rows.max_query == 1 else rows.of_tokens(tokens)
+    row = rows.of_tokens(tokens)
     if state is None:
         if keep_steps:
             raise StateError("keep_steps=True needs a state to commit; pass one, or leave keep_steps out")

@@ -60,13 +60,17 @@ class Memory:
 
 @dataclass(frozen=True)
 class View:
-    """A part of a memory: an offset, sizes and strides, in elements of the dtype (bits of truth values)."""
+    """A part of a memory: an offset, sizes and strides, in elements of the dtype (bits of truth values).
+
+    `base` is where the memref begins that it is a part of: an argument's first element, or a buffer's address.
+    """
 
     memory: Memory
     dtype: torch.dtype
     offset: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
+    base: int = 0
 
     @property
     def count(self) -> int:
@@ -149,8 +153,8 @@ class View:
     # Views of views
 
     def reinterpreted(self, offset: int, sizes: Sequence[int], strides: Sequence[int]) -> View:
-        """The same memory from its beginning."""
-        return replace(self, offset=offset, sizes=tuple(sizes), strides=tuple(strides))
+        """The same memref from its beginning."""
+        return replace(self, offset=self.base + offset, sizes=tuple(sizes), strides=tuple(strides))
 
     def subview(self, offsets: Sequence[int], sizes: Sequence[int], steps: Sequence[int], rank: int) -> View:
         """A part of this view; axes of size 1 go until `rank` are left."""

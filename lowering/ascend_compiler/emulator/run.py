@@ -117,7 +117,7 @@ def run(actions: Sequence[Action], core: Core) -> Any:
 
 def action_of(operation: Operation, program: ParsedProgram) -> Action:
     """The action of an operation. `Unknown` for one that is not in the tables."""
-    kind = operation.name.rpartition(".")[2] if operation.name.startswith("arith.") else None
+    kind = operation.name.rpartition(".")[2] if operation.name.startswith(("arith.", "math.")) else None
     if kind is not None and kind in ARITHMETIC:
         return _assigned(operation, ARITHMETIC[kind](operation))
     if operation.name not in ACTIONS:
@@ -221,7 +221,7 @@ def _pointer_cast(operation: Operation, program: ParsedProgram) -> Action:
 
     def value(core: Core) -> View:
         place = core[address] * 8 if kind.dtype == torch.bool else core[address] // kind.dtype.itemsize
-        return View(core.buffer, kind.dtype, place, shape, row_major(shape))
+        return View(core.buffer, kind.dtype, place, shape, row_major(shape), base=place)
 
     return _assigned(operation, value)
 
@@ -235,6 +235,18 @@ def _reinterpret(operation: Operation, program: ParsedProgram) -> Action:
         return core[source].reinterpreted(core[offset[0]], core.all(sizes), core.all(strides))
 
     return _assigned(operation, value)
+
+
+def _metadata(operation: Operation, program: ParsedProgram) -> Action:
+    """A view's memref from its beginning, then its offset in it, its sizes and its strides."""
+    source = operation.text.split()[0]
+
+    def action(core: Core) -> None:
+        view: View = core[source]
+        parts = (view.reinterpreted(0, (), ()), view.offset - view.base, *view.sizes, *view.strides)
+        core.values.update(zip(operation.results, parts, strict=True))
+
+    return action
 
 
 def _subview(operation: Operation, program: ParsedProgram) -> Action:
@@ -380,6 +392,7 @@ ACTIONS: dict[str, Callable[[Operation, ParsedProgram], Action]] = {
     "memref.cast": _renamed,
     "memref.collapse_shape": _collapse,
     "memref.expand_shape": _expand,
+    "memref.extract_strided_metadata": _metadata,
     "memref.load": _load,
     "memref.reinterpret_cast": _reinterpret,
     "memref.store": _store,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import struct
 from collections.abc import Callable, Collection
@@ -102,6 +103,12 @@ def _floats(name: str) -> Maker:
     return made
 
 
+def _root(operation: Operation) -> Value:
+    x, kind = matched(r"(%[\w#-]+)(?: fastmath<\w+>)? : (\w+)$", operation).groups()
+    _of(kind, FLOATS, operation)
+    return lambda core: rounded(core[x] ** 0.5 if core[x] >= 0 else math.nan, kind)
+
+
 def _compared(operation: Operation) -> Value:
     """`slt`, `ult` or `eq` of integers: with a sign, without, or all the same."""
     how, x, y, kind = matched(r"(\w+), (%[\w#-]+), (%[\w#-]+) : (\w+)$", operation).groups()
@@ -164,10 +171,12 @@ ARITHMETIC: dict[str, Maker] = {
     "extf": _converted(lambda value, before, after: value),
     "extsi": _converted(_extended),
     "extui": _converted(lambda value, before, after: unsigned(value, before)),
+    "index_castui": _converted(lambda value, before, after: wrapped(unsigned(value, before), after)),
     "index_cast": _converted(lambda value, before, after: wrapped(value, after)),
     "select": _selected,
+    "sqrt": _root,
     "sitofp": _converted(lambda value, before, after: rounded(float(value), after)),
     "truncf": _converted(lambda value, before, after: rounded(value, after)),
     "trunci": _converted(lambda value, before, after: wrapped(value, after)),
 }
-"""Operations of `arith` by name."""
+"""Operations of `arith` and `math` by name."""

@@ -17,7 +17,7 @@ def attention_residual(
     query = tl.load(norm + channel, mask=live, other=0.0).to(tl.float32)
     query *= tl.load(proj + channel, mask=live, other=0.0).to(tl.float32)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
-        place = token.to(tl.int64)
+        place = tl.full((), 0, tl.int64) + token  # in 64 bits
         total = tl.load(prefix + place * HIDDEN + channel, mask=live, other=0.0).to(tl.float32)
         most = score(total, query, eps, HIDDEN)
         weight = 1.0
@@ -49,14 +49,15 @@ def narrowed(
     """
     channel = tl.arange(0, TILE)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
-        first = token.to(tl.int64) * OUTPUTS
+        place = tl.full((), 0, tl.int64) + token  # in 64 bits
+        first = place * OUTPUTS
         mean = tl.load(low + first + channel, mask=channel < RANK, other=0.0).to(tl.float32) / STREAMS
         opened = (mean * tl.sigmoid(mean)).to(gates.dtype.element_ty)
-        tl.store(gates + token.to(tl.int64) * RANK + channel, opened, mask=channel < RANK)
+        tl.store(gates + place * RANK + channel, opened, mask=channel < RANK)
         if OUTPUTS > RANK:
             for stream in tl.static_range(STREAMS):
                 back = tl.load(low + first + RANK + stream).to(tl.float32) / STREAMS
-                tl.store(weights + token.to(tl.int64) * STREAMS + stream, 2.0 * tl.sigmoid(back))
+                tl.store(weights + place * STREAMS + stream, 2.0 * tl.sigmoid(back))
 
 
 @triton.jit
