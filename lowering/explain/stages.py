@@ -28,6 +28,8 @@ BETWEEN = "between ops"
 """What the operators that a program calls outside any op are listed under."""
 
 
+PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._grouped_mm")
+"""How those of Torch's begin that are an operator of the device as they are."""
 TORCH = ("aten.", "_c10d_functional.", "funcmodels.", "params.")
 """How names of operators begin that are fused from nothing: Torch's, its collectives, and our own around them."""
 
@@ -37,7 +39,8 @@ class CostRow:
     """An op with the kernel it got: how often it is called, and what all these calls cost together.
 
     `fused` is the number of operator calls in them that are not Torch's own, `loose` what the others cost: Torch's, but
-    for a call that is one operator of the device, which leaves nothing to fuse.
+    for a call that is one operator of the device, or products and nothing else beside fused ones: that leaves nothing to
+    fuse.
     """
 
     op: str
@@ -56,7 +59,8 @@ class CostRow:
         """The row of one call."""
         own = [operator for operator in call.operators if operator.name.startswith(TORCH)]
         costing = [operator for operator in call.operators if operator.cost != Cost()]
-        loose = sum((operator.cost for operator in own), Cost()) if len(costing) > 1 else Cost()
+        apart = [operator for operator in own if operator.cost != Cost() and not operator.name.startswith(PRODUCTS)]
+        loose = sum((operator.cost for operator in own), Cost()) if len(costing) > 1 and apart else Cost()
         fused = call.count * (len(call.operators) - len(own))
         return cls(call.op, call.kernel, call.count, call.cost, fused, loose.times(call.count))
 

@@ -124,9 +124,10 @@ def _streams(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
         yield f"hyper_mix, 4 streams of 2560, {part}", launch
     weights = _wide(TOKENS, 4)
     yield "hyper_inject, 4 streams of 2560", streams.hyper_inject(x, x[:, 0], weights, target=target)[0]
-    bank, prefix, weight = narrow(TOKENS, 8, 7168), narrow(TOKENS, 7168), narrow(7168)
+    hidden = 7168 if x.element_size() == 2 else 4096  # the most that has room in float32
+    bank, prefix, weight = narrow(TOKENS, 8, hidden), narrow(TOKENS, hidden), narrow(hidden)
     residual = streams.attention_residual(bank, prefix, weight, weight, eps=1e-6, target=target)[0]
-    yield "attention_residual, 8 snapshots of 7168", residual
+    yield "attention_residual, 8 snapshots", residual
 
 
 def _convs(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:

@@ -9,8 +9,8 @@ from ..target import Target
 from .launch import Launch
 from .tiles import Footprint, planned
 
-GLU = Footprint(copies=3.0, copies_950=2.0, streams=2)
-CAPPED = Footprint(copies=7.0, copies_950=2.0, streams=2)
+GLU = Footprint(copies=2.0, copies_950=1.0, streams=2)
+CAPPED = Footprint(copies=7.0, copies_950=1.0, streams=2)
 
 
 def swiglu(gate_up: Tensor, *, caps: Caps | None = None, target: Target) -> tuple[Launch, Tensor]:

@@ -12,6 +12,8 @@ from .tiles import Footprint, planned
 
 GATED = Footprint(copies=3.0, copies_950=2.0, streams=1)
 PLAIN = Footprint(copies=3.0, copies_950=2.0, streams=1)
+KEPT = Footprint(copies=3.0, copies_950=1.4, streams=1)
+"""With deviations written down."""
 ADDED = Footprint(copies=3.0, copies_950=2.0, streams=1)
 
 
@@ -47,7 +49,8 @@ def grouped_rms_norm(
     dim = x.shape[-1] // groups
     out = torch.empty_like(x, dtype=x.dtype if gemma else torch.result_type(x, weight))
     rows, block = x.numel() // x.shape[-1], _power(dim)
-    tile = planned(target, PLAIN, size=x.element_size(), most=rows, width=block)
+    footprint = PLAIN if rstd is None else KEPT
+    tile = planned(target, footprint, size=x.element_size(), most=rows, width=block)
     arguments = {"x": x, "weight": weight, "out": out, "rstd": out if rstd is None else rstd, "rows": rows, "eps": eps}
     constants = {"GROUPS": groups, "DIM": dim, "BLOCK": block, "TILE": tile, "GEMMA": gemma, "KEPT": rstd is not None}
     jobs, fills = groups * -(-rows // tile), ("out", "rstd")

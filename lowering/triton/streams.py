@@ -10,7 +10,7 @@ from .launch import Launch, Product
 from .norm import grouped_rms_norm
 from .tiles import Footprint, planned
 
-RESIDUAL = Footprint(copies=4.0, copies_950=3.0, streams=1)
+RESIDUAL = Footprint(copies=4.5, copies_950=3.0, streams=1)
 NARROWED = Footprint(copies=3.0, copies_950=2.0, streams=2)
 MIXED = Footprint(copies=4.0, copies_950=3.0, streams=3)
 INJECTED = Footprint(copies=3.0, copies_950=2.0, streams=3)

@@ -24,4 +24,7 @@ def test_the_published_model_decodes_without_weights() -> None:
     rows = {row.op: row for row in low.explain().rows}
     assert rows["mla_prefix_attention"].kernel == "npu_fia_absorbed" and rows["mla_prefix_attention"].count == 24
     assert rows["experts"].kernel == "npu_grouped_experts" and rows["experts"].count == 92
-    assert rows["gated_delta_rule"].count == 69 and rows["attention_residual"].count == 2 * 93 + 1
+    assert rows["gated_delta_rule"].count == 69
+    # The first sublayer has nothing to weigh, and its call is Torch's.
+    residuals = {row.kernel: row.count for row in low.explain().rows if row.op == "attention_residual"}
+    assert residuals == {"triton_attention_residual": 2 * 93, "torch": 1}

@@ -96,14 +96,15 @@ def test_what_was_seen_is_chosen_and_what_failed_is_not() -> None:
     """Whatever else speaks for it; `explain` says which."""
     x = torch.zeros(3, 8, dtype=torch.bfloat16)
     for evidenced, seen, failed, kernel in (
-        ("in use", (), (), "torch"), ("in use", ("npu_geglu",), (), "npu_geglu"), ("stated", (), (), "npu_geglu"),
-        ("stated", (), (("npu_geglu", "raised: no"),), "torch"),
+        ("in use", (), (), "triton_geglu"), ("in use", ("npu_geglu",), (), "npu_geglu"), ("stated", (), (), "npu_geglu"),
+        ("stated", (), (("npu_geglu", "raised: no"),), "triton_geglu"),
     ):  # fmt: skip
         target = lowering.Target(**vars(A5) | {"seen": frozenset(seen), "failed": failed})
         with lowering.use(target=target, evidence=evidenced):
             report = lowering.explain(ops.geglu, x)
         (row,) = report.rows
-        assert row.kernel == kernel and row.evidence == ("seen here" if seen else "stated" if kernel != "torch" else "")
+        speaks = "seen here" if seen else "stated" if kernel == "npu_geglu" else "compiled"
+        assert row.kernel == kernel and row.evidence == speaks
         assert ("npu_geglu failed in this machine's probe: raised: no" in row.reasons()) == bool(failed)
 
 

@@ -74,7 +74,7 @@ def test_it_counts_as_asked_for_where_references_are_left_out() -> None:
     with lowering.use(target="ascend910b", strict=True, gemma_rms_norm="torch"):
         assert ops.grouped_gemma_rms_norm.explain(X, WEIGHT, groups=2, eps=1e-6).kernel.name == "torch"
     with lowering.use(target="ascend910b", strict=True), pytest.raises(LoweringError, match="strict=True"):
-        ops.grouped_gemma_rms_norm.explain(X, WEIGHT, groups=2, eps=1e-6)
+        ops.grouped_gemma_rms_norm.explain(X.double(), WEIGHT.double(), groups=2, eps=1e-6)
 
 
 def test_a_kernel_that_cannot_run_raises_and_says_of_which_op_it_was_asked() -> None:
