@@ -78,8 +78,8 @@ class Kernel:
 
     @property
     def portable(self) -> bool:
-        """Whether it calls no fused operator of a device's library."""
-        return not self.operators
+        """Whether it is plain Torch: it calls no operator of a device's library, and none was compiled for a device."""
+        return not self.operators and self.evidence is None
 
     def serves(self, target: Target) -> bool:
         """Whether the kernel was written for this target."""

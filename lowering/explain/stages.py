@@ -59,8 +59,10 @@ class CostRow:
         """The row of one call."""
         own = [operator for operator in call.operators if operator.name.startswith(TORCH)]
         costing = [operator for operator in call.operators if operator.cost != Cost()]
-        apart = [operator for operator in own if operator.cost != Cost() and not operator.name.startswith(PRODUCTS)]
-        loose = sum((operator.cost for operator in own), Cost()) if len(costing) > 1 and apart else Cost()
+        loose = sum((operator.cost for operator in own), Cost()) if len(costing) > 1 else Cost()
+        if len(own) < len(call.operators):
+            apart = [operator.cost for operator in own if not operator.name.startswith(PRODUCTS)]
+            loose = sum(apart, Cost())
         fused = call.count * (len(call.operators) - len(own))
         return cls(call.op, call.kernel, call.count, call.cost, fused, loose.times(call.count))
 

@@ -178,7 +178,7 @@ def kept_in(dtype: torch.dtype, device: torch.device, *, of_channels: bool) -> t
 
 
 def _kept_on(target: Target, dtype: torch.dtype, of_channels: bool) -> torch.dtype:
-    if dtype != torch.bfloat16 or all(kernel.portable for kernel in gated_delta_rule.serving(target)):
+    if dtype != torch.bfloat16 or not any(kernel.operators for kernel in gated_delta_rule.serving(target)):
         return torch.float32
     return max((torch.float32, torch.bfloat16), key=lambda kind: _fused_calls(kind, target, of_channels))
 
@@ -193,7 +193,7 @@ def _fused_calls(kind: torch.dtype, target: Target, of_channels: bool) -> int:
         state = torch.empty(2, 1, PIECE, PIECE, dtype=kind, device="meta")
         call = OpCall((x, x, x, gate, x[..., 0], state, rows), {"keep_steps": False})
         tried = gated_delta_rule.candidates(MODE.get().policy, target, call)
-        found += not next((kernel.portable for kernel, refusal in tried if refusal is None), True)
+        found += not next((not kernel.operators for kernel, refusal in tried if refusal is None), True)
     return found
 
 

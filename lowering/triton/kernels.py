@@ -75,6 +75,9 @@ def ours(op: Op, make: Make, refuse: Refusal) -> None:
     register(run)
 
 
+_ONE_PASS = "a kernel of ours reads and writes the rows once, several times fewer bytes than"
+
+
 def _positional(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with arguments by position where the op takes them so, however they are given."""
     kinds = [parameter.kind for parameter in op.signature.parameters.values()]
@@ -203,3 +206,24 @@ ours(rotary, rope.rotary, _takes)
 ours(hyper_mix, streams.hyper_mix, _takes)
 ours(hyper_inject, streams.hyper_inject, _takes)
 ours(attention_residual, streams.attention_residual, _takes)
+
+
+@gated_rms_norm.order_by(ASCEND)
+def _gated_in_one_pass(x, gate, weight, *, eps, activation):
+    return ("triton_gated_rms_norm",), f"{_ONE_PASS} npu_rms_norm and the gate by Torch behind it"
+
+
+@gated_rms_norm_fp32.order_by(ASCEND)
+def _gated_fp32_in_one_pass(x, gate, weight, *, eps, activation):
+    return ("triton_gated_rms_norm_fp32",), f"{_ONE_PASS} npu_rms_norm and the gate by Torch behind it"
+
+
+@gemma_rms_norm.order_by(("ascend950",))
+def _gemma_in_one_pass(x, weight, *, eps):
+    return ("npu_gemma_rms_norm", "triton_gemma_rms_norm"), f"{_ONE_PASS} npu_rms_norm between casts to float32 and back"
+
+
+@add_gemma_rms_norm.order_by(("ascend950",))
+def _add_gemma_in_one_pass(x, residual, weight, *, eps):
+    why = f"{_ONE_PASS} npu_add_rms_norm between casts to float32 and back"
+    return ("npu_add_gemma_rms_norm", "triton_add_gemma_rms_norm"), why

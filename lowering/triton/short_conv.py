@@ -23,7 +23,7 @@ def short_conv(
     """The op of this name, for rows that continue a window, and the result that the launch fills."""
     channels, width = weight.shape
     past = (width - 1) * dilation
-    out, slot = torch.zeros_like(x), past + rows.max_query if keep_steps else past
+    out, slot = filled_by(x, rows), past + rows.max_query if keep_steps else past
     after = (x if keep_steps else window).new_zeros(rows.count + 1, slot, channels)
     tile = planned(target, TOKEN, size=x.element_size(), most=channels)
     arguments = {
@@ -43,6 +43,11 @@ def short_conv(
     pools, fills = ("x", "window", "out", "after"), ("out", "after")
     launch = Launch("short_conv", "short_conv", arguments, constants, jobs, pools, fills)
     return launch, (out, window, WindowTrail(after)) if keep_steps else (out, after, None)
+
+
+def filled_by(x: Tensor, rows: Rows) -> Tensor:
+    """A tensor like x for a launch to fill; it fills the tokens of rows alone, and padding shall hold zeros."""
+    return torch.empty_like(x) if rows.uniform else torch.zeros_like(x)
 
 
 def commit(trail: WindowTrail, accepted: Tensor, past: int, *, target: Target) -> tuple[Launch, Tensor]:
