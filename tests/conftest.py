@@ -19,8 +19,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Read by glibc when a worker starts: what is larger than this goes back to the system when it is freed. By default
 # tensors of some megabytes stay with the process, and a worker grows by gigabytes over thousands of tests.
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**20))
-# oneDNN keeps the code of its last 1,024 products by size and dtype, some hundred kilobytes each: no test meets those of
-# the tests before it again.
+# oneDNN keeps the code of its last 1,024 products by size and dtype, some hundred kilobytes each: no test meets those
+# of the tests before it again.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "50")
 
 import hypothesis

@@ -39,8 +39,7 @@ class CostRow:
     """An op with the kernel it got: how often it is called, and what all these calls cost together.
 
     `fused` is the number of operator calls in them that are not Torch's own, `loose` what the others cost: Torch's, but
-    for a call that is one operator of the device, or products and nothing else beside fused ones: that leaves nothing to
-    fuse.
+    for a call that is one operator of the device, and for products beside fused ones: these leave nothing to fuse.
     """
 
     op: str

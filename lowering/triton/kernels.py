@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from inspect import Parameter
 from pathlib import Path
@@ -54,10 +54,11 @@ MOST_STEPS = 16
 TAKEN = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def ours(op: Op, make: Make, refuse: Refusal) -> None:
+def ours(op: Op, make: Make, refuse: Refusal, strided: Collection[str] = ()) -> None:
     """Register a kernel of `op` on every Ascend target that Ascend's compiler has been shown it for.
 
-    `make(*args, **kwargs, target=)` gives a launch, or several steps, and the result that they fill.
+    `make(*args, **kwargs, target=)` gives a launch, or several steps, and the result that they fill. Tensors come to
+    it contiguous, but for those that it takes `strided`.
     """
     launch.operator(op.name)
     register = op.kernel(
@@ -70,7 +71,7 @@ def ours(op: Op, make: Make, refuse: Refusal) -> None:
         available=_available,
         evidence=lambda target: "compiled",
     )
-    run = _positional(op, partial(_run, op, make))
+    run = _positional(op, partial(_run, op, make, strided))
     run.__signature__ = op.signature
     register(run)
 
@@ -92,7 +93,7 @@ def _positional(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _run(op: Op, make: Make, *args: Any, **kwargs: Any) -> Any:
+def _run(op: Op, make: Make, strided: Collection[str], *args: Any, **kwargs: Any) -> Any:
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
     if device.type == "cpu" and MODE.get().dry is None and launch.RUNNER is launch.on_device:
         if not loaded(("npu_rms_norm",)):
@@ -102,8 +103,11 @@ def _run(op: Op, make: Make, *args: Any, **kwargs: Any) -> Any:
                 "lowering.npu_reference.load()"
             )
         return op.body(*args, **kwargs)
-    given = [arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args]
-    steps, result = make(*given, **kwargs, target=machine(given[0]))
+    given = [
+        arg.contiguous() if isinstance(arg, Tensor) and name not in strided else arg
+        for name, arg in zip(op.signature.parameters, args, strict=False)
+    ]
+    steps, result = make(*given, **kwargs, target=machine(args[0]))
     for step in steps if isinstance(steps, tuple) else (steps,):
         step.start(op.name)
     return result
@@ -191,18 +195,18 @@ def _refuse_channels(f, b, a_log, dt_bias, *, lower_bound=None) -> str | None:
 ours(gated_delta_rule, delta.gated_delta_rule, _refuse_rule)
 ours(delta_gates, delta.delta_gates, _takes)
 ours(channel_gates, delta.channel_gates, _refuse_channels)
-ours(short_conv, conv.short_conv, _refuse_conv)
-ours(gated_rms_norm, partial(norm.gated_rms_norm, rounded=True), _takes)
-ours(gated_rms_norm_fp32, partial(norm.gated_rms_norm, rounded=False), _takes)
-ours(rms_norm, partial(norm.rms_norm, gemma=False), _takes)
-ours(gemma_rms_norm, partial(norm.rms_norm, gemma=True), _takes)
+ours(short_conv, conv.short_conv, _refuse_conv, strided=("x",))
+ours(gated_rms_norm, partial(norm.gated_rms_norm, rounded=True), _takes, strided=("x", "gate"))
+ours(gated_rms_norm_fp32, partial(norm.gated_rms_norm, rounded=False), _takes, strided=("x", "gate"))
+ours(rms_norm, partial(norm.rms_norm, gemma=False), _takes, strided=("x",))
+ours(gemma_rms_norm, partial(norm.rms_norm, gemma=True), _takes, strided=("x",))
 ours(add_rms_norm, partial(norm.add_rms_norm, gemma=False), _takes)
 ours(add_gemma_rms_norm, partial(norm.add_rms_norm, gemma=True), _takes)
 ours(grouped_gemma_rms_norm, norm.grouped_rms_norm, _takes)
-ours(l2_norm, norm.l2_norm, _takes)
+ours(l2_norm, norm.l2_norm, _takes, strided=("x",))
 ours(swiglu, glu.swiglu, _takes)
 ours(geglu, glu.geglu, _takes)
-ours(rotary, rope.rotary, _takes)
+ours(rotary, rope.rotary, _takes, strided=("q", "k"))
 ours(hyper_mix, streams.hyper_mix, _takes)
 ours(hyper_inject, streams.hyper_inject, _takes)
 ours(attention_residual, streams.attention_residual, _takes)
@@ -220,10 +224,19 @@ def _gated_fp32_in_one_pass(x, gate, weight, *, eps, activation):
 
 @gemma_rms_norm.order_by(("ascend950",))
 def _gemma_in_one_pass(x, weight, *, eps):
-    return ("npu_gemma_rms_norm", "triton_gemma_rms_norm"), f"{_ONE_PASS} npu_rms_norm between casts to float32 and back"
+    return (
+        "npu_gemma_rms_norm",
+        "triton_gemma_rms_norm",
+    ), f"{_ONE_PASS} npu_rms_norm between casts to float32 and back"
 
 
 @add_gemma_rms_norm.order_by(("ascend950",))
 def _add_gemma_in_one_pass(x, residual, weight, *, eps):
     why = f"{_ONE_PASS} npu_add_rms_norm between casts to float32 and back"
     return ("npu_add_gemma_rms_norm", "triton_add_gemma_rms_norm"), why
+
+
+@rotary.order_by(("ascend950",))
+def _rotary_in_one_pass(q, k, cos, sin):
+    why = f"{_ONE_PASS} npu_apply_rotary_pos_emb, which writes where it reads, so that heads are copied for it"
+    return ("triton_rotary",), why

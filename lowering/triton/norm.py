@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -17,44 +19,75 @@ KEPT = Footprint(copies=3.0, copies_950=1.4, streams=1)
 ADDED = Footprint(copies=3.0, copies_950=2.0, streams=1)
 
 
+class Lines(NamedTuple):
+    """Tensors [rows groups dim] as they lie: `groups` vectors behind each other, and the places from row to row."""
+
+    tensors: tuple[Tensor, ...]
+    rows: int
+    groups: int
+    strides: tuple[int, ...]
+
+
+def lines(*tensors: Tensor) -> Lines:
+    """Tensors [*lead dim] of one shape as lines. What is not [tokens heads dim] cut from rows is copied."""
+    shape, dim = tensors[0].shape, tensors[0].shape[-1]
+    if len(shape) != 3 or all(x.is_contiguous() for x in tensors):
+        tensors = tuple(x.contiguous() for x in tensors)
+        return Lines(tensors, tensors[0].numel() // dim, 1, (dim,) * len(tensors))
+    tensors = tuple(x if x.stride()[1:] == (dim, 1) else x.contiguous() for x in tensors)
+    return Lines(tensors, shape[0], shape[1], tuple(x.stride(0) for x in tensors))
+
+
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, activation: Activation, rounded: bool, target: Target
 ) -> tuple[Launch, Tensor]:
     """The op of this name with `rounded`, else `gated_rms_norm_fp32`; and the result that the launch fills."""
-    dim, out = x.shape[-1], torch.empty_like(x)
-    rows, block = x.numel() // dim, _power(dim)
+    (x, gate), rows, groups, strides = lines(x, gate)
+    dim, out = x.shape[-1], torch.empty_like(x, memory_format=torch.contiguous_format)
+    block = _power(dim)
     tile = planned(target, GATED, size=x.element_size(), most=rows, width=block)
-    arguments = {"x": x, "gate": gate, "weight": weight, "out": out, "rows": rows, "eps": eps}
+    tensors = {"x": x, "gate": gate, "weight": weight, "out": out}
+    sizes = {"rows": rows, "groups": groups, "x_stride": strides[0], "gate_stride": strides[1], "eps": eps}
     constants = {"DIM": dim, "BLOCK": block, "TILE": tile, "SILU": activation == "silu", "ROUNDED": rounded}
-    jobs, pools = -(-rows // tile), ("x", "gate", "out")
-    return Launch("norm", "gated_rms_norm", arguments, constants, jobs, pools, ("out",)), out
+    jobs, pools = groups * -(-rows // tile), ("x", "gate", "out")
+    return Launch("norm", "gated_rms_norm", tensors | sizes, constants, jobs, pools, ("out",)), out
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, gemma: bool, target: Target) -> tuple[Launch, Tensor]:
     """The op of this name, with `gemma` `gemma_rms_norm`; and the result that the launch fills."""
-    return grouped_rms_norm(x, weight, groups=1, eps=eps, gemma=gemma, target=target)
+    (x,), rows, groups, (stride,) = lines(x)
+    out = torch.empty_like(
+        x, dtype=x.dtype if gemma else torch.result_type(x, weight), memory_format=torch.contiguous_format
+    )
+    sizes = {"rows": rows, "groups": groups, "x_stride": stride, "eps": eps}
+    return _rms_norm(x, weight, out, None, sizes, x.shape[-1], {"GEMMA": gemma, "APART": False}, target), out
 
 
 def grouped_rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    groups: int,
-    eps: float,
-    gemma: bool = True,
-    target: Target,
-    rstd: Tensor | None = None,
+    x: Tensor, weight: Tensor, *, groups: int, eps: float, target: Target, rstd: Tensor | None = None
 ) -> tuple[Launch, Tensor]:
     """`grouped_gemma_rms_norm`, and the result; `rstd` [rows groups] is filled too, where it is given."""
-    dim = x.shape[-1] // groups
-    out = torch.empty_like(x, dtype=x.dtype if gemma else torch.result_type(x, weight))
-    rows, block = x.numel() // x.shape[-1], _power(dim)
-    footprint = PLAIN if rstd is None else KEPT
+    joined, out = x.shape[-1], torch.empty_like(x)
+    sizes = {"rows": x.numel() // joined, "groups": groups, "x_stride": joined, "eps": eps}
+    return _rms_norm(x, weight, out, rstd, sizes, joined // groups, {"GEMMA": True, "APART": True}, target), out
+
+
+def _rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    rstd: Tensor | None,
+    sizes: dict[str, int | float],
+    dim: int,
+    kind: dict[str, bool],
+    target: Target,
+) -> Launch:
+    rows, block, footprint = int(sizes["rows"]), _power(dim), PLAIN if rstd is None else KEPT
     tile = planned(target, footprint, size=x.element_size(), most=rows, width=block)
-    arguments = {"x": x, "weight": weight, "out": out, "rstd": out if rstd is None else rstd, "rows": rows, "eps": eps}
-    constants = {"GROUPS": groups, "DIM": dim, "BLOCK": block, "TILE": tile, "GEMMA": gemma, "KEPT": rstd is not None}
-    jobs, fills = groups * -(-rows // tile), ("out", "rstd")
-    return Launch("norm", "rms_norm", arguments, constants, jobs, ("x", "out"), fills), out
+    tensors = {"x": x, "weight": weight, "out": out, "rstd": out if rstd is None else rstd}
+    constants = {"DIM": dim, "BLOCK": block, "TILE": tile, **kind, "KEPT": rstd is not None}
+    jobs, fills = int(sizes["groups"]) * -(-rows // tile), ("out", "rstd")
+    return Launch("norm", "rms_norm", tensors | sizes, constants, jobs, ("x", "out"), fills)
 
 
 def add_rms_norm(
@@ -65,20 +98,23 @@ def add_rms_norm(
     out = torch.empty_like(total, dtype=total.dtype if gemma else torch.result_type(total, weight))
     rows, block = x.numel() // dim, _power(dim)
     tile = planned(target, ADDED, size=x.element_size(), most=rows, width=block)
-    arguments = {"x": x, "residual": residual, "weight": weight, "out": out, "total": total, "rows": rows, "eps": eps}
+    tensors = {"x": x, "residual": residual, "weight": weight, "out": out, "total": total}
     constants = {"DIM": dim, "BLOCK": block, "TILE": tile, "GEMMA": gemma}
     jobs, pools = -(-rows // tile), ("x", "residual", "out", "total")
-    return Launch("norm", "add_rms_norm", arguments, constants, jobs, pools, ("out", "total")), (out, total)
+    sizes = {"rows": rows, "eps": eps}
+    return Launch("norm", "add_rms_norm", tensors | sizes, constants, jobs, pools, ("out", "total")), (out, total)
 
 
 def l2_norm(x: Tensor, *, scale: float = 1.0, eps: float = 1e-6, target: Target) -> tuple[Launch, Tensor]:
     """The op of this name, and the result that the launch fills."""
-    dim, out = x.shape[-1], torch.empty_like(x)
-    rows, block = x.numel() // dim, _power(dim)
+    (x,), rows, groups, (stride,) = lines(x)
+    dim, out = x.shape[-1], torch.empty_like(x, memory_format=torch.contiguous_format)
+    block = _power(dim)
     tile = planned(target, PLAIN, size=x.element_size(), most=rows, width=block)
-    arguments = {"x": x, "out": out, "rows": rows, "scale": float(scale), "eps": eps}
+    arguments = {"x": x, "out": out, "rows": rows, "groups": groups, "x_stride": stride, "scale": float(scale)}
     constants = {"DIM": dim, "BLOCK": block, "TILE": tile}
-    return Launch("norm", "l2_norm", arguments, constants, -(-rows // tile), ("x", "out"), ("out",)), out
+    jobs = groups * -(-rows // tile)
+    return Launch("norm", "l2_norm", arguments | {"eps": eps}, constants, jobs, ("x", "out"), ("out",)), out
 
 
 def _power(dim: int) -> int:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..target import Target
 from .launch import Launch
+from .norm import lines
 from .tiles import Footprint, planned
 
 TURNED = Footprint(copies=6.0, copies_950=4.0, streams=2)
@@ -22,10 +23,13 @@ def rotary(
 
 
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor, target: Target) -> tuple[Launch, Tensor]:
-    (tokens, heads, dim), half, out = x.shape, cos.shape[-1], torch.empty_like(x)
+    (x,), _, _, (stride,) = lines(x)
+    (tokens, heads, dim), half = x.shape, cos.shape[-1]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     block, rest = (1 << max(size - 1, 0).bit_length() for size in (half, dim - 2 * half))
     tile = planned(target, TURNED, size=x.element_size(), most=heads, width=max(block, rest // 2))
-    arguments = {"x": x, "cos": cos, "sin": sin, "out": out, "tokens": tokens, "heads": heads}
+    tensors = {"x": x, "cos": cos, "sin": sin, "out": out}
+    sizes = {"tokens": tokens, "heads": heads, "x_stride": heads * dim if x.is_contiguous() else stride}
     constants = {"HALF": half, "DIM": dim, "BLOCK": block, "REST": rest, "TILE": tile}
     jobs, pools = tokens * -(-heads // tile), ("x", "cos", "sin", "out")
-    return Launch("rotary", "rotary", arguments, constants, jobs, pools, ("out",)), out
+    return Launch("rotary", "rotary", tensors | sizes, constants, jobs, pools, ("out",)), out

@@ -22,6 +22,7 @@ def short_conv(
 ) -> tuple[Launch, tuple[Tensor, Tensor, WindowTrail | None]]:
     """The op of this name, for rows that continue a window, and the result that the launch fills."""
     channels, width = weight.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
     past = (width - 1) * dilation
     out, slot = filled_by(x, rows), past + rows.max_query if keep_steps else past
     after = (x if keep_steps else window).new_zeros(rows.count + 1, slot, channels)
@@ -37,6 +38,7 @@ def short_conv(
         "channels": channels,
         "slot": slot,
         "spans": -(-rows.max_query // SPAN),
+        "x_stride": x.stride(0),
     }
     constants = {"WIDTH": width, "DILATION": dilation, "TILE": tile, "SPAN": SPAN, "STEPS": keep_steps}
     jobs = rows.count * arguments["spans"] * -(-channels // tile)
@@ -47,7 +49,8 @@ def short_conv(
 
 def filled_by(x: Tensor, rows: Rows) -> Tensor:
     """A tensor like x for a launch to fill; it fills the tokens of rows alone, and padding shall hold zeros."""
-    return torch.empty_like(x) if rows.uniform else torch.zeros_like(x)
+    make = torch.empty_like if rows.uniform else torch.zeros_like
+    return make(x, memory_format=torch.contiguous_format)
 
 
 def commit(trail: WindowTrail, accepted: Tensor, past: int, *, target: Target) -> tuple[Launch, Tensor]:

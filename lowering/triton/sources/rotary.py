@@ -12,15 +12,17 @@ def rotary(
     out,
     tokens,
     heads,
+    x_stride,
     HALF: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """`rotary` of one tensor: x [tokens heads DIM] and out likewise, cos and sin [tokens HALF], TILE heads at a time.
+    """`rotary` of one tensor: x [tokens heads DIM] with a stride of its own, out without, cos and sin [tokens HALF].
 
-    Products and sums are rounded to x's dtype one by one, as the op's are. BLOCK >= HALF; REST >= DIM - 2 HALF.
+    TILE heads of a token at a time. Products and sums are rounded to x's dtype one by one, as the op's are. BLOCK >=
+    HALF; REST >= DIM - 2 HALF.
     """
     tiles = tl.cdiv(heads, TILE)
     channel = tl.arange(0, BLOCK)
@@ -28,7 +30,7 @@ def rotary(
         token = (job // tiles).to(tl.int64)
         head = job % tiles * TILE + tl.arange(0, TILE)
         live = (head < heads)[:, None] & (channel < HALF)[None, :]
-        low_cells = (token * heads + head[:, None]) * DIM + channel[None, :]
+        low_cells = token * x_stride + head[:, None] * DIM + channel[None, :]
         turn = tl.load(cos + token * HALF + channel, mask=channel < HALF, other=0.0)
         turn = turn.to(x.dtype.element_ty).to(tl.float32)[None, :]
         slant = tl.load(sin + token * HALF + channel, mask=channel < HALF, other=0.0)
@@ -43,7 +45,7 @@ def rotary(
         if DIM > 2 * HALF:
             past = tl.arange(0, REST)
             kept = (head < heads)[:, None] & (past < DIM - 2 * HALF)[None, :]
-            from_cells = (token * heads + head[:, None]) * DIM + past[None, :] + 2 * HALF
+            from_cells = token * x_stride + head[:, None] * DIM + past[None, :] + 2 * HALF
             passed = tl.load(x + from_cells, mask=kept, other=0.0)
             tl.store(out + (token * heads + head[:, None]) * DIM + past[None, :] + 2 * HALF, passed, mask=kept)
 

@@ -96,9 +96,11 @@ def test_what_was_seen_is_chosen_and_what_failed_is_not() -> None:
     """Whatever else speaks for it; `explain` says which."""
     x = torch.zeros(3, 8, dtype=torch.bfloat16)
     for evidenced, seen, failed, kernel in (
-        ("in use", (), (), "triton_geglu"), ("in use", ("npu_geglu",), (), "npu_geglu"), ("stated", (), (), "npu_geglu"),
+        ("in use", (), (), "triton_geglu"),
+        ("in use", ("npu_geglu",), (), "npu_geglu"),
+        ("stated", (), (), "npu_geglu"),
         ("stated", (), (("npu_geglu", "raised: no"),), "triton_geglu"),
-    ):  # fmt: skip
+    ):
         target = lowering.Target(**vars(A5) | {"seen": frozenset(seen), "failed": failed})
         with lowering.use(target=target, evidence=evidenced):
             report = lowering.explain(ops.geglu, x)

@@ -118,6 +118,37 @@ def _standing(trail: Any, accepted: Tensor, case: Case) -> Tensor:
     return trail.at(accepted)
 
 
+def cut(tokens: int, heads: int, dim: int, *, turned: bool = False) -> Tensor:
+    """Heads cut out of rows that hold more, and NaN around them; or heads that do not lie behind each other."""
+    if turned:
+        return torch.randn(heads, tokens, dim).transpose(0, 1)
+    rows = torch.full((tokens, 5 + heads * dim), torch.nan)
+    rows[:, 2:-3] = torch.randn(tokens, heads * dim)
+    return rows[:, 2:-3].unflatten(1, (heads, dim))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_heads_are_read_where_they_lie(turned: bool) -> None:
+    """A norm or a rotation of the parts of a projection copies them for no kernel that can go from row to row."""
+    x, gate, weight = cut(7, 3, 8, turned=turned), cut(7, 3, 8), torch.randn(8)
+    q, angles = cut(7, 3, 10), torch.randn(7, 4)
+    rows = Rows(torch.tensor([0, 3, 7], dtype=torch.int32), max_query=4, uniform=False)
+    conv = (cut(7, 1, 12)[:, 0], torch.randn(12, 4), torch.randn(3, 3, 12), rows)
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+        ("rms_norm", (x, weight), {"eps": 1e-6}),
+        ("gemma_rms_norm", (x, weight), {"eps": 1e-6}),
+        ("gated_rms_norm", (x, gate, weight), {"eps": 1e-6, "activation": "silu"}),
+        ("l2_norm", (x,), {}),
+        ("rotary", (q, cut(7, 2, 10, turned=turned), angles, angles), {}),
+        ("short_conv", conv, {"keep_steps": False}),
+    ]
+    for op, args, kwargs in calls:
+        asked: dict[str, Any] = {op: f"triton_{op}"}
+        with lowering.use(target="ascend910b", **asked):
+            found = find(op)(*args, **kwargs)
+        assert_close(found, find(op).body(*args, **kwargs), length=12)
+
+
 ACCEPTED = torch.tensor([0, 4, 2], dtype=torch.int32)
 TINY = replace(TARGETS["ascend910b"], unified_buffer=64)
 
