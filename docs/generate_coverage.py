@@ -21,8 +21,10 @@ import torch
 import funcmodels as fm
 import lowering
 from lowering.explain.costs import Cost
-from lowering.explain.stages import parts, percent, why_loose
+from lowering.explain.stages import Costs, parts, percent, why_loose
 from lowering.target import ASCEND, DEFAULT_CANN
+from params import quantize
+from params.tree import tree_map
 from tests.lowering.npu.published import FAMILIES, FLASH_NEXT, GEMMA3, KIMI_K3, KIMI_LINEAR, LITE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,6 +40,16 @@ WHOLE: dict[str, dict[str, Any]] = {
     "Gemma3-27B": GEMMA3["27b"] | {"model_type": "gemma3_text"},
 }
 """Configs with all their layers."""
+MIXED = {"**.experts.*": "W4A8_DYNAMIC", "**": "W8A8_DYNAMIC"}
+QUANTISED: dict[str, tuple[str, Any, tuple[str, ...]]] = {
+    "Qwen3.5-35B-A3B W8A8": ("Qwen3.5-35B-A3B", "W8A8_DYNAMIC", ("ascend910b", "ascend910_93")),
+    "Qwen3.5-35B-A3B W4A8 experts": ("Qwen3.5-35B-A3B", MIXED, ("ascend910_93",)),
+    "Qwen3.5-35B-A3B MXFP8": ("Qwen3.5-35B-A3B", "W8A8_MXFP8", ("ascend950",)),
+    "DeepSeek-V2-Lite W8A8": ("DeepSeek-V2-Lite", "W8A8_DYNAMIC", ("ascend910b", "ascend910_93")),
+    "Kimi-Linear-48B-A3B W8A8": ("Kimi-Linear-48B-A3B", "W8A8_DYNAMIC", ("ascend910b", "ascend910_93")),
+    "Kimi-Linear-48B-A3B MXFP8": ("Kimi-Linear-48B-A3B", "W8A8_MXFP8", ("ascend950",)),
+}
+"""Families by words of `params.quantize`, and the machines that have operators for these."""
 PHASES = {"decode": (8, 1, 4095), "verify": (8, 4, 4092), "prefill": (1, 2048, 0)}
 """Rows, new tokens of each, and tokens that each holds before."""
 BEFORE = Path(__file__).with_name("fused_before.json")
@@ -47,7 +59,7 @@ NAMED = 0.01
 BF16 = torch.bfloat16
 
 
-def lowered(model: fm.Model, phase: str, target: str) -> lowering.Lowered:
+def lowered(model: fm.Model, phase: str, target: str, params: Any) -> lowering.Lowered:
     """One forward, with a state as `init_state` makes it on the target."""
     rows, tokens, held = PHASES[phase]
     with lowering.use(target=target):
@@ -55,7 +67,7 @@ def lowered(model: fm.Model, phase: str, target: str) -> lowering.Lowered:
         state = replace(state, ledger=state.ledger.at([held] * rows))
         batch = fm.Batch.from_lists([[0] * tokens] * rows, state)
         keep_steps = phase == "verify"
-        return lowering.lower(model.forward, model.param_spec(BF16), state, batch, keep_steps=keep_steps)
+        return lowering.lower(model.forward, params, state, batch, keep_steps=keep_steps)
 
 
 Left = dict[str, dict[str, list[str]]]
@@ -82,9 +94,9 @@ def coverage(name: str) -> tuple[list[str], list[str], Left]:
     left: Left = {}
     for target in ASCEND:
         for phase in PHASES:
-            program = lowered(model, phase, target)
+            program = lowered(model, phase, target, model.param_spec(BF16))
             costs = program.cost_analysis()
-            cells.append(" / ".join(percent(1 - part) for part in parts(costs.loose, costs.total)))
+            cells.append(fused(costs))
             now = calls_a_layer(program, model.config.num_hidden_layers)
             calls.append(before(name, target, phase) + now)
             for row, share in costs.left():
@@ -93,6 +105,27 @@ def coverage(name: str) -> tuple[list[str], list[str], Left]:
                     places.setdefault(f"{phase} {percent(share)}", []).append(short(target))
         print(f"{name} on {target}: {', '.join(cells[-len(PHASES) :])}", file=sys.stderr, flush=True)
     return cells, calls, left
+
+
+def fused(costs: Costs) -> str:
+    """The share of FLOPs and of bytes that is not Torch's."""
+    return " / ".join(percent(1 - part) for part in parts(costs.loose, costs.total))
+
+
+def quantised(name: str) -> list[str]:
+    """Cells of a quantised family, and of machines that have no operators for it a dash."""
+    family, words, targets = QUANTISED[name]
+    model = fm.build(WHOLE[family])
+    empty = tree_map(
+        lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype or BF16, device="meta"), model.param_spec(BF16)
+    )
+    params = quantize(empty, words)
+    cells = []
+    for target in ASCEND:
+        there = target in targets
+        cells += [fused(lowered(model, phase, target, params).cost_analysis()) if there else "-" for phase in PHASES]
+    print(f"{name}: {', '.join(cells)}", file=sys.stderr, flush=True)
+    return cells
 
 
 def short(target: str) -> str:
@@ -118,6 +151,14 @@ def written(names: list[str]) -> Iterator[str]:
     for name, (_, calls, _) in found.items():
         yield f"| {name} | {' | '.join(calls)} |"
     yield ""
+    if names == list(WHOLE):
+        yield "Quantised, FLOPs / bytes as above, where the machine has operators for the format."
+        yield ""
+        yield f"| family and format | {' | '.join(heads)} |"
+        yield "|---" * (len(heads) + 1) + "|"
+        for name in QUANTISED:
+            yield f"| {name} | {' | '.join(quantised(name))} |"
+        yield ""
     for name, (_, _, left) in found.items():
         yield f"- {name}{':' if left else ': nothing to name.'}"
         for why, places in left.items():

@@ -189,5 +189,5 @@ _ROPE = (
     "rope_theta", "rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
     "mscale_all_dim", "attention_factor", "truncate",
 )  # fmt: skip
-_OTHER_RULES = "num_experts_per_tok n_group topk_group routed_scaling_factor factor beta_fast beta_slow".split()
+_OTHER_RULES = ("n_group", "topk_group", "routed_scaling_factor", "factor", "beta_fast", "beta_slow")
 """Numbers with rules of their own."""
