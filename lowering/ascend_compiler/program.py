@@ -19,12 +19,16 @@ UNITS = {
 _CONSTANT = re.compile(r"(%[\w]+) = arith\.constant (-?\d+) : i64")
 _PLACED = re.compile(r"hivm\.hir\.pointer_cast\(([^)]*)\) : memref<((?:\d+x)*)(\w+), #hivm\.address_space<ub>>")
 _CALLED = re.compile(r"\bcall @(\w+)")
-_BUFFER = re.compile(r'"UB_SIZE", (\d+)')
 
 
 def buffer_bits(program: str) -> int:
-    """Bits of the machine's unified buffer, which the compiler writes into every program."""
-    found = _BUFFER.search(program)
+    """Bits of the machine's unified buffer."""
+    return memory_bits(program, "UB_SIZE")
+
+
+def memory_bits(program: str, size: str) -> int:
+    """Bits of a memory of the machine, `UB_SIZE`, `L1_SIZE` or `L0C_SIZE`: the compiler writes them into every program."""
+    found = re.search(rf'"{size}", (\d+)', program)
     assert found is not None
     return int(found[1])
 

@@ -19,12 +19,16 @@ from .errors import Unknown
 from .memory import BURST, View
 from .pipes import MTE2, MTE3, V
 
+Flag = tuple[str, str, int]
+"""Of one pipe, for another, and the number of the event."""
+
 
 @dataclass(frozen=True)
 class Work:
     """One call: its pipe, the views it reads and writes, and the values for the latter, computed of copies.
 
-    `scratch` is written with what nobody may rely on.
+    `scratch` is written with what nobody may rely on. `waits` are flags (by, to, event) that the call itself waits for
+    before, `sets` those that it sets after: a product does.
     """
 
     pipe: str
@@ -32,18 +36,11 @@ class Work:
     writes: Sequence[View]
     values: Callable[[], Sequence[Tensor]]
     scratch: Sequence[View] = ()
+    waits: Sequence[Flag] = ()
+    sets: Sequence[Flag] = ()
 
 
 Arguments = Sequence[Any]
-
-
-def meaning(name: str, line: int) -> Callable[[Arguments], Work]:
-    """What a call of this name does. `Unknown` for a name that is not in the table."""
-    for pattern, made in TABLE.items():
-        found = re.fullmatch(pattern, name)
-        if found is not None:
-            return lambda args: made(found, args)
-    raise Unknown(f"line {line}: the library call {name} is not known")
 
 
 def _vector(reads: Sequence[Any], out: View, values: Callable[..., Tensor], *temporaries: View) -> Work:
@@ -202,6 +199,37 @@ def _cast(found: re.Match[str], args: Arguments) -> Work:
     return _vector([x], out, values, *temporaries)
 
 
+# Arrangement
+
+
+def _arange(found: re.Match[str], args: Arguments) -> Work:
+    out, first, step = args
+    return _vector([], out, lambda: torch.arange(out.count, device="cpu") * step + first)
+
+
+def _transpose(found: re.Match[str], args: Arguments) -> Work:
+    """The first two axes exchanged."""
+    x, out, *temporaries = args
+    return _vector([x], out, lambda values: values.transpose(0, 1), *temporaries)
+
+
+def _running_sum(found: re.Match[str], args: Arguments) -> Work:
+    """Along the first axis."""
+    x, out, *temporaries = args
+    return _vector([x], out, lambda values: values.cumsum(0), *temporaries)
+
+
+def _every_second(found: re.Match[str], args: Arguments) -> Work:
+    """From the one of this number on."""
+    x, out, *temporaries = args
+    return _vector([x], out, lambda values: values[int(found[1]) :: 2], *temporaries)
+
+
+def _in_turns(found: re.Match[str], args: Arguments) -> Work:
+    x, y, out, *temporaries = args
+    return _vector([x, y], out, lambda one, other: torch.stack((one, other), -1).flatten(), *temporaries)
+
+
 TABLE: dict[str, Callable[[re.Match[str], Arguments], Work]] = {
     r"load_gm_to_ubuf_\dd_\w+": _load,
     r"store_ubuf_to_gm_\dd_\w+": _store,
@@ -215,5 +243,11 @@ TABLE: dict[str, Callable[[re.Match[str], Arguments], Work]] = {
     r"vcast_\w+_\dd_with_(?:mode|temp)": _cast,
     r"(?:enablevc_)?reduce_(sum|max|min)_(r|ar|ra)_\w+": _reduce,
     r"broadcast_(?:first|last)_axis_align_2d\w*": _spread,
+    r"arange_1d_\w+": _arange,
+    r"transpose_(?:2d_with_last|3d_without_last)_axis_\w+": _transpose,
+    r"cumsum_ra_\w+": _running_sum,
+    r"deinterleave_channel_([01])_from_2_channels_1d_\w+": _every_second,
+    r"deinterleave_channel_0_from_n_channels_2d_\w+": _copy,
+    r"interleave_1d_\w+": _in_turns,
 }
 """Library calls by name."""

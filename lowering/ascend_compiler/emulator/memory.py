@@ -24,6 +24,8 @@ DTYPES = {
 }
 BURST = 32
 """Bytes that the buffer is written in at least, and in which accesses are told apart there."""
+POISON = 255
+"""Every byte that nobody has written: no number, in every float type."""
 _TYPE = re.compile(r"memref<((?:[\d?]+x)*)(\w+)(?:, strided<.*?>)?(?:, #hivm\.address_space<(\w+)>)?>")
 
 
@@ -101,6 +103,11 @@ class View:
             return (self.memory.data[places >> 3] >> (places & 7) & 1).bool()
         return self._strided().clone()
 
+    def holds(self, values: Tensor) -> bool:
+        """Whether these values, or NaN where they are NaN, stand there already."""
+        found, values = self.read(), values.to(self.dtype)
+        return bool(((found == values) | ((found != found) & (values != values))).all())
+
     def write(self, values: Tensor) -> None:
         """Put values of the same shape, or one that fits it, in the view's dtype."""
         if not self.count:
@@ -116,7 +123,7 @@ class View:
             self.write(torch.tensor(True, device="cpu"))
         elif self.count:
             whole = self.memory.data.view(self.dtype).as_strided(self.sizes, self.strides, self.offset)
-            whole.copy_(torch.full((self.dtype.itemsize,), 255, dtype=torch.uint8, device="cpu").view(self.dtype))
+            whole.copy_(nobodys(self.dtype))
 
     def places(self) -> Tensor:
         """The place of each element, in elements of the memory's beginning."""
@@ -194,3 +201,8 @@ class View:
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a shape without gaps."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def nobodys(dtype: torch.dtype) -> Tensor:
+    """What stands where nobody has written: a tensor [1]."""
+    return torch.full((dtype.itemsize,), POISON, dtype=torch.uint8, device="cpu").view(dtype)

@@ -22,19 +22,23 @@ class Operation:
 
 @dataclass(frozen=True)
 class Function:
-    """A function with `hacc.entry`: names and types of its arguments, and its body."""
+    """A function with `hacc.entry`: the cores it is for (AIC cube, AIV vector), names and types of arguments, body."""
 
     name: str
+    unit: str
     arguments: tuple[tuple[str, str], ...]
     body: list[Operation]
 
 
 @dataclass(frozen=True)
 class ParsedProgram:
-    """Entries by name, and affine maps by theirs: each from its symbols and dimensions to its results."""
+    """Entries by name, affine maps by theirs, each from its symbols and dimensions to its results, and a block's
+    bytes of workspace.
+    """
 
     entries: dict[str, Function]
     maps: dict[str, Callable[..., tuple[int, ...]]]
+    workspace: int
 
 
 def matched(form: str, operation: Operation) -> re.Match[str]:
@@ -58,6 +62,7 @@ def parse(text: str) -> ParsedProgram:
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
     maps = {found[1]: _affine(found) for _, line in lines if (found := _MAP.match(line))}
     entries: dict[str, Function] = {}
+    workspace = 0
     rest = iter(lines)
     for _, line in rest:
         head = _HEAD.match(line)
@@ -65,8 +70,22 @@ def parse(text: str) -> ParsedProgram:
             continue
         body, _ = _block(rest)
         if "hacc.entry" in head[3]:
-            entries[head[1]] = Function(head[1], tuple(_ARGUMENT.findall(head[2])), body)
-    return ParsedProgram(entries, maps)
+            entries[head[1]] = Function(head[1], _unit(head[3]), tuple(_ARGUMENT.findall(head[2])), body)
+        if "infer_workspace_shape_function" in head[3]:
+            workspace = _number(body)
+    return ParsedProgram(entries, maps, workspace)
+
+
+def _unit(attributes: str) -> str:
+    found = re.search(r"hivm\.func_core_type = #hivm\.func_core_type<(\w+)>", attributes)
+    return found[1] if found else ""
+
+
+def _number(body: list[Operation]) -> int:
+    """What a function returns that knows a number and nothing else."""
+    if [operation.name for operation in body] != ["arith.constant", "return"]:
+        raise Unknown(f"line {body[0].line}: a size that is worked out is not known")
+    return int(matched(r"(\d+) : index", body[0])[1])
 
 
 def _block(lines: Iterator[tuple[int, str]]) -> tuple[list[Operation], str]:

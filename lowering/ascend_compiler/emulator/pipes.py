@@ -1,15 +1,18 @@
 """Pipes of cores and the order between them: what has surely ended when something begins.
 
-A core gives its work to pipes that run at their own pace: S the scalars, V the vectors, MTE2 what comes in, MTE3 what
-goes out. Work of one pipe begins in order, and may overlap: only `pipe_barrier` makes the next wait for what is before.
+A core gives its work to pipes that run at their own pace: S the scalars; on a vector core V the vectors, MTE2 what comes
+in, MTE3 what goes out; on a cube core MTE2 what comes into L1, MTE1 from there to the operands' memory, M the products,
+FIX their results, which go out. Work of one pipe begins in order, and may overlap: only `pipe_barrier` makes the next wait for what is before.
 A flag is set by one pipe when all its work so far is done, and held by another before its next. So each pipe knows of
 every pipe how much of its work has ended (a vector clock), and a place in memory remembers who wrote and read it last.
+Block flags are the same between the cores of a block; they count, and the cube core sets one for each vector core.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +20,34 @@ from torch import Tensor
 from .errors import Hang, Race
 from .memory import Memory, View
 
-S, V, MTE2, MTE3 = PIPES = ("PIPE_S", "PIPE_V", "PIPE_MTE2", "PIPE_MTE3")
+S, V, MTE1, MTE2, MTE3, M, FIX = PIPES = (
+    "PIPE_S",
+    "PIPE_V",
+    "PIPE_MTE1",
+    "PIPE_MTE2",
+    "PIPE_MTE3",
+    "PIPE_M",
+    "PIPE_FIX",
+)
 ALL = "PIPE_ALL"
-Pipe = tuple[int, str]
+
+
+class CoreName(NamedTuple):
+    """A block's only core, or one of three: its cube core, or a vector core by its number, 0 or 1."""
+
+    block: int
+    unit: str = ""
+    vector: int | None = None
+
+    def __str__(self) -> str:
+        number = "" if self.vector is None else f" {self.vector}"
+        return f"{self.unit} core{number} of block {self.block}" if self.unit else f"block {self.block}"
+
+
+Pipe = tuple[CoreName, str]
 """A core and the name of one of its pipes."""
+Known = dict[Pipe, int]
+"""How much of each pipe's work has ended."""
 
 
 @dataclass
@@ -28,9 +55,9 @@ class Clock:
     """How much a pipe has begun, and how much of each pipe's work it knows to have ended."""
 
     begun: int = 0
-    ended: dict[Pipe, int] = field(default_factory=dict)
+    ended: Known = field(default_factory=dict)
 
-    def learn(self, others: dict[Pipe, int]) -> None:
+    def learn(self, others: Known) -> None:
         """Know what somebody else knew."""
         for pipe, count in others.items():
             self.ended[pipe] = max(self.ended.get(pipe, 0), count)
@@ -53,7 +80,8 @@ class Order:
 
     def __init__(self) -> None:
         self.clocks: dict[Pipe, Clock] = {}
-        self.flags: dict[tuple[int, str, str, int], tuple[dict[Pipe, int], int]] = {}
+        self.flags: dict[tuple[CoreName, str, str, int], tuple[Known, int]] = {}
+        self.block_flags: dict[tuple[CoreName, CoreName, int], list[tuple[Known, int]]] = {}
         self.touched: dict[int, tuple[Memory, Touched]] = {}
         self.numbers: dict[Pipe, int] = {}
         self.pipes: list[Pipe] = []
@@ -68,34 +96,60 @@ class Order:
 
     # Flags and barriers
 
-    def set(self, core: int, by: str, to: str, event: int, line: int) -> None:
+    def set(self, core: CoreName, by: str, to: str, event: int, line: int) -> None:
         """`to` may go on when all that `by` has begun has ended."""
         key = core, by, to, event
         if key in self.flags:
             raise Hang(f"line {line} sets flag {by} -> {to} {event}, which line {self.flags[key][1]} has set")
-        clock = self.clock((core, by))
-        self.flags[key] = clock.ended | {(core, by): clock.begun}, line
+        self.flags[key] = self.now(core, by), line
 
-    def wait(self, core: int, by: str, to: str, event: int, line: int) -> None:
+    def now(self, core: CoreName, pipe: str) -> Known:
+        """What has ended when all that a pipe has begun has."""
+        clock = self.clock((core, pipe))
+        return clock.ended | {(core, pipe): clock.begun}
+
+    def wait(self, core: CoreName, by: str, to: str, event: int, line: int) -> None:
         """Hold `to`; scalars hold everything, since they give out the work."""
         found = self.flags.pop((core, by, to, event), None)
         if found is None:
             raise Hang(f"line {line} waits for flag {by} -> {to} {event}, which nobody has set")
-        for pipe in PIPES if to == S else (to,):
-            self.clock((core, pipe)).learn(found[0])
+        self._hold(core, to, found[0])
 
-    def barrier(self, core: int, pipe: str) -> None:
+    def _hold(self, core: CoreName, pipe: str, known: Known) -> None:
+        for held in PIPES if pipe == S else (pipe,):
+            self.clock((core, held)).learn(known)
+
+    def barrier(self, core: CoreName, pipe: str) -> None:
         """What a pipe does next waits for what it has begun; all of them for all."""
         named = PIPES if pipe == ALL else (pipe,)
         ended = {(core, name): self.clock((core, name)).begun for name in named}
         for name in named:
             self.clock((core, name)).learn(ended)
 
-    def end(self, core: int) -> None:
-        """`Hang` for a flag of the core that is left set."""
+    def send(self, core: CoreName, others: Iterable[CoreName], pipe: str, flag: int, line: int) -> None:
+        """A block flag: each of the others may go on when all that the pipe has begun has ended."""
+        for other in others:
+            self.block_flags.setdefault((core, other, flag), []).append((self.now(core, pipe), line))
+
+    def sent(self, core: CoreName, others: Iterable[CoreName], flag: int) -> bool:
+        """Whether all of the others have set the flag."""
+        return all(self.block_flags.get((other, core, flag)) for other in others)
+
+    def receive(self, core: CoreName, others: Iterable[CoreName], pipe: str, flag: int) -> None:
+        """Hold a pipe for one flag of each of the others."""
+        for other in others:
+            known, _ = self.block_flags[other, core, flag].pop(0)
+            self._hold(core, pipe, known)
+
+    def end(self, core: CoreName) -> None:
+        """`Hang` for a flag of the core, or a block flag for it, that is left set."""
         left = next((key for key in self.flags if key[0] == core), None)
         if left is not None:
             raise Hang(f"flag {left[1]} -> {left[2]} {left[3]}, set in line {self.flags[left][1]}, is never waited for")
+        late = next((key for key, sets in self.block_flags.items() if key[1] == core and sets), None)
+        if late is not None:
+            line = self.block_flags[late][0][1]
+            raise Hang(f"block flag {late[2]}, set in line {line} on {late[0]}, is never waited for on {core}")
 
     def forget(self, memory: Memory) -> None:
         """A memory that is gone with its core."""
@@ -103,16 +157,31 @@ class Order:
 
     # Accesses
 
-    def access(self, core: int, pipe: str, line: int, reads: Iterable[View], writes: Iterable[View]) -> None:
-        """A pipe begins work that reads and writes views. `Race` where something is not ordered before it."""
+    def access(
+        self,
+        core: CoreName,
+        pipe: str,
+        line: int,
+        reads: Iterable[View],
+        writes: Iterable[View],
+        *,
+        twin: CoreName | None = None,
+    ) -> None:
+        """A pipe begins work that reads and writes views. `Race` where something is not ordered before it.
+
+        `twin` is a core that may do the same at the same time, as when both write equal values.
+        """
         who, clock = (core, pipe), self.clock((core, pipe))
         read, written = [view for view in reads if view.count], [view for view in writes if view.count]
         for view in read:
-            self._after_writes(who, clock, view, line, "reads")
+            self._after_writes(who, clock, view, line, "reads", twin)
         for view in written:
-            self._after_writes(who, clock, view, line, "writes")
-            self._after_reads(who, clock, view, line)
+            self._after_writes(who, clock, view, line, "writes", twin)
+            self._after_reads(who, clock, view, line, twin)
         clock.begun += 1
+        if pipe == M:
+            # Products of one core follow each other without a barrier, as sums over a loop do.
+            clock.ended[who] = clock.begun
         number = self.numbers[who]
         for view in read:
             found = self._of(view).readers(number)
@@ -129,17 +198,19 @@ class Order:
             self.touched[id(memory)] = memory, Touched(units)
         return self.touched[id(memory)][1]
 
-    def _after_writes(self, who: Pipe, clock: Clock, view: View, line: int, does: str) -> None:
+    def _after_writes(self, who: Pipe, clock: Clock, view: View, line: int, does: str, twin: CoreName | None) -> None:
         pipes, times, lines = self._of(view).writes[:, view.units()]
         for number in pipes[times > 0].unique().tolist():
+            if self.pipes[number][0] == twin:
+                continue
             late = (pipes == number) & (times > clock.ended.get(self.pipes[number], 0))
             if late.any():
                 self._tell(view, line, who, does, int(lines[late][0]), self.pipes[number], "wrote")
 
-    def _after_reads(self, who: Pipe, clock: Clock, view: View, line: int) -> None:
+    def _after_reads(self, who: Pipe, clock: Clock, view: View, line: int, twin: CoreName | None) -> None:
         for number, (times, lines) in self._of(view).reads.items():
             # Work of one pipe begins in order: what is read has been read when the next one writes.
-            if self.pipes[number] == who:
+            if self.pipes[number] == who or self.pipes[number][0] == twin:
                 continue
             late = times[view.units()] > clock.ended.get(self.pipes[number], 0)
             if late.any():
@@ -147,6 +218,6 @@ class Order:
 
     def _tell(self, view: View, line: int, who: Pipe, does: str, other: int, whom: Pipe, did: str) -> None:
         raise Race(
-            f"line {line} ({who[1]} of block {who[0]}) {does} what line {other} ({whom[1]} of block {whom[0]}) {did} "
+            f"line {line} ({who[1]} of {who[0]}) {does} what line {other} ({whom[1]} of {whom[0]}) {did} "
             f"in {view.memory.name}, and nothing orders the two"
         )

@@ -1,0 +1,376 @@
+"""Operations of a program as actions: each becomes a function of the core once, and is called as often as it runs."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .core import Action, Core, Waiting, run
+from .cube import CUBE
+from .errors import Unknown
+from .library import TABLE, Work
+from .memory import MemrefType, View, row_major
+from .parse import Operation, ParsedProgram, matched
+from .pipes import MTE3, PIPES, CoreName, S
+from .scalars import ARITHMETIC
+
+
+def action_of(operation: Operation, program: ParsedProgram) -> Action:
+    """The action of an operation. `Unknown` for one that is not in the tables."""
+    kind = operation.name.rpartition(".")[2] if operation.name.startswith(("arith.", "math.")) else None
+    if kind is not None and kind in ARITHMETIC:
+        return _assigned(operation, ARITHMETIC[kind](operation))
+    if operation.name not in ACTIONS:
+        raise Unknown(f"line {operation.line}: the operation {operation.name} is not known")
+    return ACTIONS[operation.name](operation, program)
+
+
+def _assigned(operation: Operation, value: Callable[[Core], Any]) -> Action:
+    (name,) = operation.results
+
+    def action(core: Core) -> None:
+        core.values[name] = value(core)
+
+    return action
+
+
+def _listed(text: str) -> list[str]:
+    """Names and numbers of a list."""
+    return re.findall(r"%[\w#-]+|-?\d+", text)
+
+
+def _nothing(operation: Operation, program: ParsedProgram) -> Action:
+    return lambda core: None
+
+
+# Control
+
+
+def _for(operation: Operation, program: ParsedProgram) -> Action:
+    head = matched(r"(%\w+) = (\S+) to (\S+) step (\S+)(?:\s+iter_args\((.*?)\) ->)?", operation)
+    counter, *ends = head.groups()[:4]
+    carried = re.findall(r"(%\w+) = (%[\w#-]+)", head[5] or "")
+    body = [action_of(inner, program) for inner in operation.regions[0]]
+
+    def action(core: Core) -> Generator[Waiting, None, None]:
+        first, last, step = core.all(ends)
+        values = core.all([start for _, start in carried])
+        for at in range(first, last, step):
+            core.values[counter] = at
+            core.values.update(zip((name for name, _ in carried), values, strict=True))
+            values = yield from run(body, core)
+        _put(core, operation, values)
+
+    return action
+
+
+def _if(operation: Operation, program: ParsedProgram) -> Action:
+    condition = operation.text.split()[0]
+    branches = [[action_of(inner, program) for inner in region] for region in operation.regions]
+
+    def action(core: Core) -> Generator[Waiting, None, None]:
+        taken = branches[0] if core[condition] else branches[1] if len(branches) > 1 else []
+        _put(core, operation, (yield from run(taken, core)))
+
+    return action
+
+
+def _put(core: Core, operation: Operation, values: Sequence[Any]) -> None:
+    """Results of a region: `%1`, or `%1:2` whose parts are `%1#0` and `%1#1`."""
+    names = [part for result in operation.results for part in _parts(result)]
+    core.values.update(zip(names, values, strict=True) if names else ())
+
+
+def _parts(result: str) -> list[str]:
+    name, _, count = result.partition(":")
+    return [f"{name}#{index}" for index in range(int(count))] if count else [name]
+
+
+def _yield(operation: Operation, program: ParsedProgram) -> Action:
+    names = re.findall(r"%[\w#-]+", operation.text.partition(" : ")[0])
+    return lambda core: tuple(core.all(names))
+
+
+def _affine(choose: Callable[[Sequence[int]], int]) -> Callable[[Operation, ParsedProgram], Action]:
+    def made(operation: Operation, program: ParsedProgram) -> Action:
+        name, rest = matched(r"(#map\d*)(.*)", operation).groups()
+        function, names = program.maps[name], re.findall(r"%[\w#-]+", rest)
+        return _assigned(operation, lambda core: choose(function(*core.all(names))))
+
+    return made
+
+
+# Views
+
+
+def _types(operation: Operation) -> list[MemrefType]:
+    """The types after the colon: of what is given, of what is made."""
+    return [MemrefType.of(text) for text in re.findall(r"memref<(?:[^<>]|<[^<>]*>)*>", _after_colon(operation))]
+
+
+def _after_colon(operation: Operation) -> str:
+    return operation.text[operation.text.index(" : memref<") :]
+
+
+def _pointer_cast(operation: Operation, program: ParsedProgram) -> Action:
+    """A buffer at a byte address of the core's memory."""
+    address, kind = matched(r"\((%[\w#-]+)\) : ", operation)[1], _types(operation)[-1]
+    shape = tuple(size or 0 for size in kind.shape)
+
+    def value(core: Core) -> View:
+        place = core[address] * 8 if kind.dtype == torch.bool else core[address] // kind.dtype.itemsize
+        return View(core.memory(kind.space, operation.line), kind.dtype, place, shape, row_major(shape), base=place)
+
+    return _assigned(operation, value)
+
+
+def _reinterpret(operation: Operation, program: ParsedProgram) -> Action:
+    form = r"(%[\w#-]+) to offset: \[(.*?)\], sizes: \[(.*?)\], strides: \[(.*?)\]"
+    source, *lists = matched(form, operation).groups()
+    offset, sizes, strides = map(_listed, lists)
+
+    def value(core: Core) -> View:
+        return core[source].reinterpreted(core[offset[0]], core.all(sizes), core.all(strides))
+
+    return _assigned(operation, value)
+
+
+def _metadata(operation: Operation, program: ParsedProgram) -> Action:
+    """A view's memref from its beginning, then its offset in it, its sizes and its strides."""
+    source = operation.text.split()[0]
+
+    def action(core: Core) -> None:
+        view: View = core[source]
+        parts = (view.reinterpreted(0, (), ()), view.offset - view.base, *view.sizes, *view.strides)
+        core.values.update(zip(operation.results, parts, strict=True))
+
+    return action
+
+
+def _subview(operation: Operation, program: ParsedProgram) -> Action:
+    form = r"(%[\w#-]+)\s*\[(.*?)\] \[(.*?)\] \[(.*?)\]"
+    source, *lists = matched(form, operation).groups()
+    offsets, sizes, steps = map(_listed, lists)
+    rank = len(_types(operation)[-1].shape)
+
+    def value(core: Core) -> View:
+        return core[source].subview(core.all(offsets), core.all(sizes), core.all(steps), rank)
+
+    return _assigned(operation, value)
+
+
+def _view(operation: Operation, program: ParsedProgram) -> Action:
+    """A buffer at a byte of the workspace."""
+    source, place, sizes = matched(r"(%[\w#-]+)\[(.*?)\]\[(.*?)\]", operation).groups()
+    kind, given = _types(operation)[-1], _listed(sizes)
+
+    def value(core: Core) -> View:
+        rest = iter(core.all(given))
+        shape = tuple(next(rest) if size is None else size for size in kind.shape)
+        first = core[place] // kind.dtype.itemsize
+        return View(core[source].memory, kind.dtype, first, shape, row_major(shape), base=first)
+
+    return _assigned(operation, value)
+
+
+def _groups(text: str) -> list[list[int]]:
+    return [[int(axis) for axis in group.split(",")] for group in re.findall(r"\[([\d, ]+)\]", text)]
+
+
+def _collapse(operation: Operation, program: ParsedProgram) -> Action:
+    source, groups = operation.text.split()[0], _groups(operation.text.partition(" : ")[0])
+    return _assigned(operation, lambda core: core[source].collapsed(groups))
+
+
+def _expand(operation: Operation, program: ParsedProgram) -> Action:
+    form = r"(%[\w#-]+) (\[\[.*?\]\]) output_shape \[(.*?)\]"
+    source, groups, sizes = matched(form, operation).groups()
+    axes, names = _groups(groups), _listed(sizes)
+    return _assigned(operation, lambda core: core[source].expanded(axes, core.all(names)))
+
+
+def _renamed(operation: Operation, program: ParsedProgram) -> Action:
+    source = operation.text.split()[0]
+    return _assigned(operation, lambda core: core[source])
+
+
+# Work
+
+
+def _place(operation: Operation) -> tuple[str, list[str]]:
+    source, places = matched(r"(?:.*, )?(%[\w#-]+)\[(.*?)\]", operation).groups()
+    return source, _listed(places)
+
+
+def _one(view: View, places: Sequence[int]) -> View:
+    return view.subview(places, [1] * len(places), [1] * len(places), 0)
+
+
+def _load(operation: Operation, program: ParsedProgram) -> Action:
+    """A scalar of an argument or of the buffer."""
+    source, places = _place(operation)
+
+    def value(core: Core) -> Any:
+        view = _one(core[source], core.all(places))
+        view.check(operation.line, "reads")
+        core.order.access(core.name, S, operation.line, [view], [])
+        return view.read().item()
+
+    return _assigned(operation, value)
+
+
+def _store(operation: Operation, program: ParsedProgram) -> Action:
+    value, (target, places) = operation.text.split(",")[0], _place(operation)
+
+    def action(core: Core) -> None:
+        view = _one(core[target], core.all(places))
+        view.check(operation.line, "writes")
+        core.order.access(core.name, S, operation.line, [], [view])
+        view.write(torch.tensor(core[value], dtype=view.dtype, device="cpu"))
+
+    return action
+
+
+def _call(operation: Operation, program: ParsedProgram) -> Action:
+    name, operands = matched(r"@(\w+)\((.*?)\)", operation).groups()
+    means, names = _meaning(name, operation.line), re.findall(r"%[\w#-]+", operands)
+
+    def action(core: Core) -> None:
+        work = means(core.all(names))
+        for step in (work,) if isinstance(work, Work) else work:
+            _done(step, operation.line, core)
+
+    return action
+
+
+def _meaning(name: str, line: int) -> Callable[[Sequence[Any]], Work | Sequence[Work]]:
+    """What a call of this name does; some are more than one step. `Unknown` for a name that is in none of the tables."""
+    for pattern, made in {**TABLE, **CUBE}.items():
+        found = re.fullmatch(pattern, name)
+        if found is not None:
+            return functools.partial(made, found)
+    raise Unknown(f"line {line}: the library call {name} is not known")
+
+
+def _done(work: Work, line: int, core: Core) -> None:
+    for view in work.reads:
+        view.check(line, "reads")
+    for view in (*work.writes, *work.scratch):
+        view.check(line, "writes")
+    for by, to, event in work.waits:
+        core.order.wait(core.name, by, to, event, line)
+    values = work.values()
+    written = (*work.writes, *work.scratch)
+    core.order.access(core.name, work.pipe, line, work.reads, written, twin=_twin(work, values, core))
+    for view in work.scratch:
+        view.poison()
+    for view, value in zip(work.writes, values, strict=True):
+        view.write(value)
+    for by, to, event in work.sets:
+        core.order.set(core.name, by, to, event, line)
+
+
+def _twin(work: Work, values: Sequence[Tensor], core: Core) -> CoreName | None:
+    """The block's other vector core, where it may have stored these values: what both compute, both store."""
+    stored = work.pipe == MTE3 and all(map(View.holds, work.writes, values))
+    return core.twin if stored else None
+
+
+# Flags
+
+
+def _flag(operation: Operation) -> tuple[str, str, str]:
+    by, to, event = operation.text.strip("[]").split(", ")
+    return by.strip("<>"), to.strip("<>"), event.strip("<>").removeprefix("EVENT_ID")
+
+
+def _set(operation: Operation, program: ParsedProgram) -> Action:
+    by, to, event = _flag(operation)
+    _known_pipes(operation, by, to)
+    return lambda core: core.order.set(core.name, by, to, core[event], operation.line)
+
+
+def _wait(operation: Operation, program: ParsedProgram) -> Action:
+    by, to, event = _flag(operation)
+    _known_pipes(operation, by, to)
+    return lambda core: core.order.wait(core.name, by, to, core[event], operation.line)
+
+
+def _barrier(operation: Operation, program: ParsedProgram) -> Action:
+    pipe = operation.text.strip("[]<>")
+    return lambda core: core.order.barrier(core.name, pipe)
+
+
+_BLOCK_FLAG = r"\[<(CUBE|VECTOR)>, <(\w+)>, <(\w+)>\] flag = (%[\w#-]+|\d+)"
+
+
+def _send(operation: Operation, program: ParsedProgram) -> Action:
+    """Tell the other cores of the block that what a pipe has begun has ended."""
+    _, by, to, flag = matched(_BLOCK_FLAG, operation).groups()
+    _known_pipes(operation, by, to)
+    return lambda core: core.order.send(core.name, core.others, by, core[flag], operation.line)
+
+
+def _receive(operation: Operation, program: ParsedProgram) -> Action:
+    """Wait until each of the other cores has told so: a cube core for both vector cores, each of these for it."""
+    _, by, to, flag = matched(_BLOCK_FLAG, operation).groups()
+    _known_pipes(operation, by, to)
+
+    def action(core: Core) -> Generator[Waiting, None, None]:
+        while not core.order.sent(core.name, core.others, core[flag]):
+            yield operation.line, core[flag]
+        core.order.receive(core.name, core.others, to, core[flag])
+
+    return action
+
+
+def _known_pipes(operation: Operation, *pipes: str) -> None:
+    strange = [pipe for pipe in pipes if pipe not in PIPES]
+    if strange:
+        raise Unknown(f"line {operation.line}: the pipe {strange[0]} is not known")
+
+
+def _block(operation: Operation, program: ParsedProgram) -> Action:
+    return _assigned(operation, lambda core: core.name.block)
+
+
+def _sub_block(operation: Operation, program: ParsedProgram) -> Action:
+    return _assigned(operation, lambda core: core.name.vector or 0)
+
+
+ACTIONS: dict[str, Callable[[Operation, ParsedProgram], Action]] = {
+    "affine.apply": _affine(lambda values: values[0]),
+    "affine.max": _affine(max),
+    "affine.min": _affine(min),
+    "call": _call,
+    "func.call": _call,
+    "hivm.hir.get_block_idx": _block,
+    "hivm.hir.get_sub_block_idx": _sub_block,
+    "hivm.hir.pipe_barrier": _barrier,
+    "hivm.hir.pointer_cast": _pointer_cast,
+    "hivm.hir.set_ffts_base_addr": _nothing,
+    "hivm.hir.set_flag": _set,
+    "hivm.hir.set_mask_norm": _nothing,
+    "hivm.hir.sync_block_set": _send,
+    "hivm.hir.sync_block_wait": _receive,
+    "hivm.hir.wait_flag": _wait,
+    "memref.cast": _renamed,
+    "memref.collapse_shape": _collapse,
+    "memref.expand_shape": _expand,
+    "memref.extract_strided_metadata": _metadata,
+    "memref.load": _load,
+    "memref.reinterpret_cast": _reinterpret,
+    "memref.store": _store,
+    "memref.subview": _subview,
+    "memref.view": _view,
+    "return": _nothing,
+    "scf.for": _for,
+    "scf.if": _if,
+    "scf.yield": _yield,
+}
+"""Operations but for arithmetic, which is in `scalars`."""
