@@ -27,7 +27,7 @@ def buffer_bits(program: str) -> int:
 
 
 def memory_bits(program: str, size: str) -> int:
-    """Bits of a memory of the machine, `UB_SIZE`, `L1_SIZE` or `L0C_SIZE`: the compiler writes them into every program."""
+    """Bits of a memory of the machine, by the name in the program: `UB_SIZE`, `L1_SIZE` or `L0C_SIZE`."""
     found = re.search(rf'"{size}", (\d+)', program)
     assert found is not None
     return int(found[1])

@@ -16,7 +16,7 @@ from .errors import Unknown
 from .library import TABLE, Work
 from .memory import MemrefType, View, row_major
 from .parse import Operation, ParsedProgram, matched
-from .pipes import MTE3, PIPES, CoreName, S
+from .pipes import MTE3, PIPES, Access, CoreName, S
 from .scalars import ARITHMETIC
 
 
@@ -218,7 +218,7 @@ def _load(operation: Operation, program: ParsedProgram) -> Action:
     def value(core: Core) -> Any:
         view = _one(core[source], core.all(places))
         view.check(operation.line, "reads")
-        core.order.access(core.name, S, operation.line, [view], [])
+        core.order.access(Access((core.name, S), operation.line, [view], []))
         return view.read().item()
 
     return _assigned(operation, value)
@@ -230,7 +230,7 @@ def _store(operation: Operation, program: ParsedProgram) -> Action:
     def action(core: Core) -> None:
         view = _one(core[target], core.all(places))
         view.check(operation.line, "writes")
-        core.order.access(core.name, S, operation.line, [], [view])
+        core.order.access(Access((core.name, S), operation.line, [], [view]))
         view.write(torch.tensor(core[value], dtype=view.dtype, device="cpu"))
 
     return action
@@ -249,7 +249,7 @@ def _call(operation: Operation, program: ParsedProgram) -> Action:
 
 
 def _meaning(name: str, line: int) -> Callable[[Sequence[Any]], Work | Sequence[Work]]:
-    """What a call of this name does; some are more than one step. `Unknown` for a name that is in none of the tables."""
+    """What a call of this name does; some are more than one step. `Unknown` for a name that is in no table."""
     for pattern, made in {**TABLE, **CUBE}.items():
         found = re.fullmatch(pattern, name)
         if found is not None:
@@ -265,8 +265,8 @@ def _done(work: Work, line: int, core: Core) -> None:
     for by, to, event in work.waits:
         core.order.wait(core.name, by, to, event, line)
     values = work.values()
-    written = (*work.writes, *work.scratch)
-    core.order.access(core.name, work.pipe, line, work.reads, written, twin=_twin(work, values, core))
+    twin = _twin(work, values, core)
+    core.order.access(Access((core.name, work.pipe), line, work.reads, work.writes, work.scratch, twin))
     for view in work.scratch:
         view.poison()
     for view, value in zip(work.writes, values, strict=True):

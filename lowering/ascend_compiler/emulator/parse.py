@@ -32,8 +32,9 @@ class Function:
 
 @dataclass(frozen=True)
 class ParsedProgram:
-    """Entries by name, affine maps by theirs, each from its symbols and dimensions to its results, and a block's
-    bytes of workspace.
+    """Entries by name, affine maps by theirs, and the bytes of workspace that a block has.
+
+    A map is a function of dimensions and symbols, and gives all results.
     """
 
     entries: dict[str, Function]

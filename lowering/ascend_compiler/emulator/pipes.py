@@ -1,16 +1,17 @@
 """Pipes of cores and the order between them: what has surely ended when something begins.
 
-A core gives its work to pipes that run at their own pace: S the scalars; on a vector core V the vectors, MTE2 what comes
-in, MTE3 what goes out; on a cube core MTE2 what comes into L1, MTE1 from there to the operands' memory, M the products,
-FIX their results, which go out. Work of one pipe begins in order, and may overlap: only `pipe_barrier` makes the next wait for what is before.
-A flag is set by one pipe when all its work so far is done, and held by another before its next. So each pipe knows of
-every pipe how much of its work has ended (a vector clock), and a place in memory remembers who wrote and read it last.
-Block flags are the same between the cores of a block; they count, and the cube core sets one for each vector core.
+A core gives its work to pipes that run at their own pace. S are the scalars. On a vector core V are the vectors, MTE2
+what comes in, MTE3 what goes out. On a cube core MTE2 is what comes into L1, MTE1 what goes from there to the memories of
+operands, M products, FIX their results on the way out. Work of one pipe begins in order, and may overlap: only
+`pipe_barrier` makes the next wait for what is before. A flag is set by one pipe when all its work so far is done, and
+held by another before its next. Block flags do the same between the cores of a block; they count, and each vector core
+has its own. So each pipe knows of every pipe how much of its work has ended (a vector clock), and a place in memory
+remembers who wrote and read it last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,6 +31,8 @@ S, V, MTE1, MTE2, MTE3, M, FIX = PIPES = (
     "PIPE_FIX",
 )
 ALL = "PIPE_ALL"
+IN_TURN = (S, M)
+"""Pipes whose work ends before the next begins: scalars, and products, which a loop sums without a barrier."""
 
 
 class CoreName(NamedTuple):
@@ -61,6 +64,26 @@ class Clock:
         """Know what somebody else knew."""
         for pipe, count in others.items():
             self.ended[pipe] = max(self.ended.get(pipe, 0), count)
+
+
+@dataclass(frozen=True)
+class Access:
+    """One piece of work: the pipe that does it, its line, the views it reads and writes, and those it works in.
+
+    `twin` is a core that may do the same at the same time, as when both store equal values.
+    """
+
+    who: Pipe
+    line: int
+    reads: Sequence[View]
+    writes: Sequence[View]
+    scratch: Sequence[View] = ()
+    twin: CoreName | None = None
+
+    @property
+    def all_writes(self) -> tuple[View, ...]:
+        """What is written, what it works in included."""
+        return (*self.writes, *self.scratch)
 
 
 class Touched:
@@ -157,39 +180,29 @@ class Order:
 
     # Accesses
 
-    def access(
-        self,
-        core: CoreName,
-        pipe: str,
-        line: int,
-        reads: Iterable[View],
-        writes: Iterable[View],
-        *,
-        twin: CoreName | None = None,
-    ) -> None:
-        """A pipe begins work that reads and writes views. `Race` where something is not ordered before it.
-
-        `twin` is a core that may do the same at the same time, as when both write equal values.
-        """
-        who, clock = (core, pipe), self.clock((core, pipe))
-        read, written = [view for view in reads if view.count], [view for view in writes if view.count]
+    def access(self, access: Access) -> None:
+        """Work begins that reads and writes. `Race` where something is not ordered before it."""
+        clock = self.clock(access.who)
+        read, written = ([view for view in views if view.count] for views in (access.reads, access.all_writes))
         for view in read:
-            self._after_writes(who, clock, view, line, "reads", twin)
+            self._after_writes(access, clock, view, "reads")
         for view in written:
-            self._after_writes(who, clock, view, line, "writes", twin)
-            self._after_reads(who, clock, view, line, twin)
+            self._after_writes(access, clock, view, "writes")
+            self._after_reads(access, clock, view)
         clock.begun += 1
-        if pipe == M:
-            # Products of one core follow each other without a barrier, as sums over a loop do.
-            clock.ended[who] = clock.begun
-        number = self.numbers[who]
+        if access.who[1] in IN_TURN:
+            clock.ended[access.who] = clock.begun
+        self._remember(access, clock.begun, read, written)
+
+    def _remember(self, access: Access, time: int, read: Iterable[View], written: Iterable[View]) -> None:
+        number = self.numbers[access.who]
         for view in read:
             found = self._of(view).readers(number)
-            found[0, view.units()], found[1, view.units()] = clock.begun, line
+            found[0, view.units()], found[1, view.units()] = time, access.line
         for view in written:
             record, units = self._of(view), view.units()
-            record.writes[0, units], record.writes[1, units] = number, clock.begun
-            record.writes[2, units] = line
+            record.writes[0, units], record.writes[1, units] = number, time
+            record.writes[2, units] = access.line
 
     def _of(self, view: View) -> Touched:
         memory = view.memory
@@ -198,26 +211,32 @@ class Order:
             self.touched[id(memory)] = memory, Touched(units)
         return self.touched[id(memory)][1]
 
-    def _after_writes(self, who: Pipe, clock: Clock, view: View, line: int, does: str, twin: CoreName | None) -> None:
+    def _after_writes(self, access: Access, clock: Clock, view: View, does: str) -> None:
         pipes, times, lines = self._of(view).writes[:, view.units()]
         for number in pipes[times > 0].unique().tolist():
-            if self.pipes[number][0] == twin:
+            pipe = self.pipes[number]
+            if pipe[0] == access.twin:
                 continue
-            late = (pipes == number) & (times > clock.ended.get(self.pipes[number], 0))
+            late = (pipes == number) & (times > clock.ended.get(pipe, 0))
+            if pipe == access.who and view in access.scratch:
+                # A call that is repeated works in the same place, whose contents it does not use.
+                late &= lines != access.line
             if late.any():
-                self._tell(view, line, who, does, int(lines[late][0]), self.pipes[number], "wrote")
+                self._tell(access, view, does, int(lines[late][0]), pipe, "wrote")
 
-    def _after_reads(self, who: Pipe, clock: Clock, view: View, line: int, twin: CoreName | None) -> None:
+    def _after_reads(self, access: Access, clock: Clock, view: View) -> None:
         for number, (times, lines) in self._of(view).reads.items():
+            pipe = self.pipes[number]
             # Work of one pipe begins in order: what is read has been read when the next one writes.
-            if self.pipes[number] == who or self.pipes[number][0] == twin:
+            if pipe == access.who or pipe[0] == access.twin:
                 continue
-            late = times[view.units()] > clock.ended.get(self.pipes[number], 0)
+            late = times[view.units()] > clock.ended.get(pipe, 0)
             if late.any():
-                self._tell(view, line, who, "writes", int(lines[view.units()][late][0]), self.pipes[number], "read")
+                self._tell(access, view, "writes", int(lines[view.units()][late][0]), pipe, "read")
 
-    def _tell(self, view: View, line: int, who: Pipe, does: str, other: int, whom: Pipe, did: str) -> None:
+    def _tell(self, access: Access, view: View, does: str, other: int, whom: Pipe, did: str) -> None:
+        core, pipe = access.who
         raise Race(
-            f"line {line} ({who[1]} of {who[0]}) {does} what line {other} ({whom[1]} of {whom[0]}) {did} "
+            f"line {access.line} ({pipe} of {core}) {does} what line {other} ({whom[1]} of {whom[0]}) {did} "
             f"in {view.memory.name}, and nothing orders the two"
         )

@@ -64,7 +64,9 @@ class _Grid:
 
     def run(self, block: int, draw: random.Random) -> int:
         """The operations that a block took, after it is done."""
-        cores = [(self.core(name, entry), actions) for entry, actions in self.entries for name in self.names(block, entry)]
+        cores = [
+            (self.core(name, entry), actions) for entry, actions in self.entries for name in self.names(block, entry)
+        ]
         _together([(core, run(actions, core)) for core, actions in cores], draw)
         for core, _ in cores:
             self.order.end(core.name)

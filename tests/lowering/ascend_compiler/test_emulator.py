@@ -236,7 +236,7 @@ def test_what_is_not_known_is_refused_by_name() -> None:
     for before, after, message in (
         ("@vexp_1d_float(", "@vtanh_1d_float(", "the library call vtanh_1d_float is not known"),
         ("hivm.hir.set_mask_norm", "hivm.hir.set_ctrl", "the operation hivm.hir.set_ctrl is not known"),
-        ("<PIPE_MTE2>, <PIPE_V>", "<PIPE_M>, <PIPE_V>", "the pipe PIPE_M is not known"),
+        ("<PIPE_MTE2>, <PIPE_V>", "<PIPE_X>, <PIPE_V>", "the pipe PIPE_X is not known"),
         (" step %", " by %", "scf.for is written in a form that is not known"),
         (" to offset:", " at:", "memref.reinterpret_cast is written in a form that is not known"),
         (" : i32\n", " : i33\n", r"arith\.\w+ of i33 is not known"),
@@ -249,8 +249,6 @@ def test_what_is_not_known_is_refused_by_name() -> None:
     assert isinstance(other, Compiled)
     with pytest.raises(Unknown, match=r"line \d+"):
         emulate(other, arguments, programs)
-    with pytest.raises(Unknown, match="cube and vector cores together"):
-        emulate(replace(outcome, mix=True), arguments, programs)
     with pytest.raises(EmulationError, match="gate is not given"):
         emulate(outcome, {name: value for name, value in arguments.items() if name != "gate"}, programs)
     with pytest.raises(EmulationError, match="x must be a contiguous tensor on the CPU"):

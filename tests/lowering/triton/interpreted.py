@@ -1,7 +1,7 @@
 """The other side of `interpreter.py`: Triton's interpreter in a process of its own, as a script.
 
-The interpreter cuts float32 off where it makes bfloat16 of it (a known fault); here it rounds to the nearest, as the
-compilers do.
+The interpreter cuts float32 off where it makes bfloat16 of it, and multiplies matrices of bfloat16 by their bits (known
+faults); here it rounds to the nearest, as the compilers do, and multiplies the numbers.
 """
 
 # pyright: reportMissingImports=false
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def mend() -> None:
-    """Rounding of float32 to bfloat16."""
+    """Rounding of float32 to bfloat16, and products of it."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -59,6 +59,14 @@ def mend() -> None:
         whole = np.where(np.isnan(src.data), bits >> 16 | 0x40, rounded).astype(np.uint16)
         return interpreter.TensorHandle(whole, dst_type.scalar)
 
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return multiply(
+            self, *(cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), *rest
+        )
+
+    interpreter.InterpreterBuilder.create_dot = dot
     interpreter.InterpreterBuilder.cast_impl = cast
     for name in ("fp_ext", "fp_trunc", "si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui"):
         setattr(
