@@ -21,6 +21,7 @@ from ..ops.short_conv import WindowTrail
 from ..rows import Rows
 from ..target import Target
 from . import delta, glu, norm, rotary, short_conv, streams
+from .emulated import emulated
 from .kernels import RECORD
 from .launch import Launch, Steps
 from .launch import launches as launched
@@ -177,11 +178,16 @@ def compiled(targets: Sequence[Target]) -> list[Shown]:
 
 
 def record(found: Sequence[Shown]) -> None:
-    """Write down what came out, by target and name, for `kernels` to register by. All of it must be good."""
+    """Write down what came out, by target and name, for `kernels` to register by. All of it must be good.
+
+    Kernels of ops are run in the emulator too. Raises `EmulationError` for a fault that it finds in a program, and
+    `LoweringError` for other numbers than the op's.
+    """
     rows: dict[str, dict[str, Any]] = {}
     for one in found:
         assert isinstance(one.outcome, Compiled) and not one.findings
         row = {"chip": one.outcome.chip, "tile": one.launch.constants["TILE"], "used": round(one.outcome.used, 4)}
+        row["emulated"] = emulated(one.name.partition(",")[0], one.target)
         rows.setdefault(one.target.name, {})[one.name] = row
     RECORD.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 

@@ -1,8 +1,9 @@
 """Our Triton kernels as kernels of their ops, on Ascend: tried after torch_npu's fused operators, before plain Torch.
 
-What speaks for them is that Ascend's compiler made a program of each for the machine (`compiled.json`, written by
-`python -m lowering compile-kernels --record`), and that Triton's interpreter gives what the op's body gives. On CPU
-tensors the body stands in for a kernel, as CPU references do for torch_npu's operators.
+What speaks for them is that Ascend's compiler made a program of each for the machine, and that the emulator, where it
+knows the program, gave what the op's body gives (`compiled.json`, written by `python -m lowering compile-kernels
+--record`), as Triton's interpreter does. On CPU tensors the body stands in for a kernel, as CPU references do for
+torch_npu's operators.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def ours(op: Op, make: Make, refuse: Refusal, strided: Collection[str] = ()) -> 
         differentiable=False,
         remark=partial(said, op.name),
         available=_available,
-        evidence=lambda target: "compiled",
+        evidence=partial(evidence, op.name),
     )
     run = _positional(op, partial(_run, op, make, strided))
     run.__signature__ = op.signature
@@ -141,13 +142,18 @@ def _unplanned(make: Make, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str
 
 @functools.cache
 def record() -> dict[str, dict[str, dict[str, Any]]]:
-    """By target and name in the catalogue: the chip compiled for, the tile, and the part of the buffer in use."""
+    """By target and name in the catalogue: chip, tile, part of the buffer in use, and whether the emulator ran it."""
     return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
 
 
 def recorded(op: str, target: str) -> list[dict[str, Any]]:
     """What is on record of an op's kernel for a target: a row for each size in the catalogue."""
     return [row for name, row in record().get(target, {}).items() if name.partition(",")[0] == op]
+
+
+def evidence(op: str, target: Target) -> str:
+    """What speaks for an op's kernel on a target: "compiled", or "emulated" too, with the op's numbers."""
+    return "emulated" if all(row["emulated"] for row in recorded(op, target.name)) else "compiled"
 
 
 def said(op: str, target: Target) -> str:

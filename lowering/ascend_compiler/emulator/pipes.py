@@ -1,7 +1,7 @@
 """Pipes of cores and the order between them: what has surely ended when something begins.
 
 A core gives its work to pipes that run at their own pace. S are the scalars. On a vector core V are the vectors, MTE2
-what comes in, MTE3 what goes out. On a cube core MTE2 is what comes into L1, MTE1 what goes from there to the memories of
+what comes in, MTE3 what goes out. On a cube core MTE2 is what comes into L1, MTE1 what goes on to the memories of
 operands, M products, FIX their results on the way out. Work of one pipe begins in order, and may overlap: only
 `pipe_barrier` makes the next wait for what is before. A flag is set by one pipe when all its work so far is done, and
 held by another before its next. Block flags do the same between the cores of a block; they count, and each vector core

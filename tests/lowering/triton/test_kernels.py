@@ -15,6 +15,7 @@ from lowering.cases import CASES
 from lowering.op import OPS, find
 from lowering.target import ASCEND, TARGETS
 from lowering.triton import catalogue, kernels, launch
+from lowering.triton.emulated import emulated
 from tests.lowering.triton.interpreter import runner
 from tests.lowering.triton.test_numbers import OPS as TAKEN_UP
 from tests.oracle.states import ROUNDING
@@ -58,7 +59,8 @@ def test_the_record_is_what_the_compiler_says_today(target: str) -> None:
         shown = catalogue.show(machine, name, made[name])
         assert isinstance(shown.outcome, Compiled)
         row = {"chip": shown.outcome.chip, "tile": shown.launch.constants["TILE"]}
-        assert shown.good and kernels.record()[target][name] == row | {"used": round(shown.outcome.used, 4)}
+        row |= {"used": round(shown.outcome.used, 4), "emulated": emulated(name.partition(",")[0], shown.target)}
+        assert shown.good and kernels.record()[target][name] == row
 
 
 def test_reports_say_what_speaks_for_them() -> None:
@@ -69,6 +71,8 @@ def test_reports_say_what_speaks_for_them() -> None:
         report = lowering.explain(ops.gated_delta_rule, *args, keep_steps=False, target="ascend950")
     assert report.rows[0].kernel == "triton_gated_delta_rule" and report.rows[0].evidence == "compiled"
     assert report.rows[0].remark == "compiled for Ascend950PR_9589, UB at most 78%"
+    emulated_too = lowering.explain(ops.gated_delta_rule, *args, keep_steps=False, target="ascend910b")
+    assert emulated_too.rows[0].evidence == "emulated" and "compiled for Ascend910B3" in emulated_too.rows[0].remark
     with lowering.use(target="ascend950", evidence="documented"):
         choice = ops.gated_delta_rule.explain(*args, keep_steps=False)
     assert choice.kernel.portable and not choice.kernel.name.startswith("triton")

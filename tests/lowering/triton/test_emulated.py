@@ -1,0 +1,56 @@
+"""What is called emulated has run: the smallest case of each op on each machine, and faults of a program stop it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lowering import Compiled, LoweringError
+from lowering.ascend_compiler.emulator import EmulationError
+from lowering.op import OPS
+from lowering.target import ASCEND, TARGETS
+from lowering.triton import emulated as here
+from lowering.triton import kernels, launch
+
+pytestmark = pytest.mark.plain  # programs have no axes to check
+OURS = [op for op in OPS if f"triton_{op}" in OPS[op].kernels]
+
+
+def test_every_op_is_emulated_for_910_and_none_for_950() -> None:
+    """950's programs are in a language of their own."""
+    assert OURS
+    for target in ASCEND:
+        words = {kernels.evidence(op, TARGETS[target]) for op in OURS}
+        assert words == {"compiled" if target == "ascend950" else "emulated"}
+    assert here.emulated("swiglu", TARGETS["ascend910_93"]) and not here.emulated("swiglu", TARGETS["ascend950"])
+    assert not here.emulated("commit of states", TARGETS["ascend910b"])
+
+
+READY = "hivm.hir.set_flag[<PIPE_MTE2>, <PIPE_V>"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "error", "message"),
+    [
+        ("@vexp_1d_float(", "@vabs_1d_float(", LoweringError, r"swiglu\[.*\]: the emulated program gives"),
+        (READY, READY.replace("PIPE_V", "PIPE_S"), EmulationError, "waits for flag"),
+    ],
+    ids=["numbers", "flags"],
+)
+def test_a_faulty_program_is_not_recorded(
+    before: str, after: str, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = here.compile_for
+
+    def faulty(*args: Any) -> Any:
+        outcome = compiled(*args)
+        assert isinstance(outcome, Compiled) and before in outcome.program
+        return replace(outcome, program=outcome.program.replace(before, after))
+
+    monkeypatch.setattr(here, "compile_for", faulty)
+    here.emulated.cache_clear()
+    with pytest.raises(error, match=message):
+        here.emulated("swiglu", TARGETS["ascend910b"])
+    assert launch.RUNNER is launch.on_device
