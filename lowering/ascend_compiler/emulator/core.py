@@ -54,6 +54,35 @@ Action = Callable[[Core], Any]
 """What an operation does. One that may wait for another core gives a `Running`; only `scf.yield` gives values."""
 
 
+@dataclass(frozen=True)
+class Jump:
+    """Where a branch goes, and the values for the names that stand there."""
+
+    label: str
+    values: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """Actions from a label on, and the names that a jump to it gives values."""
+
+    names: Sequence[str]
+    actions: Sequence[Action]
+
+
+START = "^bb0"
+"""Where a function begins; the only part of one without branches."""
+
+
+def run_parts(parts: Mapping[str, Part], core: Core) -> Running:
+    """Go through a function from its beginning, part by part, until one does not jump."""
+    jump: Any = Jump(START)
+    while isinstance(jump, Jump):
+        part = parts[jump.label]
+        core.values.update(zip(part.names, jump.values, strict=True))
+        jump = yield from run(part.actions, core)
+
+
 def run(actions: Sequence[Action], core: Core) -> Running:
     """Do one after the other, until one yields values, which are the result."""
     for action in actions:

@@ -60,7 +60,9 @@ NO_PADDING, WITH_VALUE = 0, 2
 
 def _load(found: re.Match[str], args: Arguments) -> Work:
     """Equal sizes; a row is filled up to a whole burst, and `left` elements before it, with the value."""
-    source, out, mode, value, left = args
+    source, out, mode, value, left, *more = args
+    if any(more):
+        raise Unknown(f"{found[0]} is called with {more[0]} at its end, which is not known")
     if mode not in (NO_PADDING, WITH_VALUE):
         raise Unknown(f"{found[0]} pads in mode {mode}, which is not known")
     value = value if mode == WITH_VALUE else 0

@@ -26,7 +26,7 @@ BURST = 32
 """Bytes that the buffer is written in at least, and in which accesses are told apart there."""
 POISON = 255
 """Every byte that nobody has written: no number, in every float type."""
-_TYPE = re.compile(r"memref<((?:[\d?]+x)*)(\w+)(?:, strided<.*?>)?(?:, #hivm\.address_space<(\w+)>)?>")
+_TYPE = re.compile(r"memref<((?:[\d?]+x)*)(\w+)(?:, strided<.*?>|, #map\d*)?(?:, #hivm\.address_space<(\w+)>)?>")
 
 
 @dataclass(frozen=True)

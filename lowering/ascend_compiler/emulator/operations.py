@@ -5,19 +5,21 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .core import Action, Core, Waiting, run
+from .core import START, Action, Core, Jump, Part, Running, Waiting, run, run_parts
 from .cube import CUBE
 from .errors import Unknown
 from .library import TABLE, Work
-from .memory import MemrefType, View, row_major
-from .parse import Operation, ParsedProgram, matched
+from .memory import DTYPES, Memory, MemrefType, View, nobodys, row_major
+from .parse import Function, Operation, ParsedProgram, matched
 from .pipes import MTE3, PIPES, Access, CoreName, S
-from .scalars import ARITHMETIC
+from .registers import Intrinsic, Pointer, intrinsic
+from .scalars import ARITHMETIC, LLVM
 
 
 def action_of(operation: Operation, program: ParsedProgram) -> Action:
@@ -25,9 +27,26 @@ def action_of(operation: Operation, program: ParsedProgram) -> Action:
     kind = operation.name.rpartition(".")[2] if operation.name.startswith(("arith.", "math.")) else None
     if kind is not None and kind in ARITHMETIC:
         return _assigned(operation, ARITHMETIC[kind](operation))
+    if operation.name.startswith("llvm.") and (kind := operation.name.removeprefix("llvm.")) in LLVM:
+        return _assigned(operation, LLVM[kind](operation))
+    if operation.name.startswith(INSTRUCTION):
+        return _instruction(operation)
     if operation.name not in ACTIONS:
         raise Unknown(f"line {operation.line}: the operation {operation.name} is not known")
     return ACTIONS[operation.name](operation, program)
+
+
+def parts_of(function: Function, program: ParsedProgram) -> dict[str, Part]:
+    """A function's parts by label."""
+    label, names, actions = START, [], []
+    parts = {label: Part(names, actions)}
+    for operation in function.body:
+        if operation.name.startswith("^"):
+            label, names, actions = operation.name, re.findall(r"(%\w+): ", operation.text.partition("//")[0]), []
+            parts[label] = Part(names, actions)
+        else:
+            actions.append(action_of(operation, program))
+    return parts
 
 
 def _assigned(operation: Operation, value: Callable[[Core], Any]) -> Action:
@@ -105,6 +124,22 @@ def _affine(choose: Callable[[Sequence[int]], int]) -> Callable[[Operation, Pars
     return made
 
 
+def _jump(text: str) -> Callable[[Core], Jump]:
+    label, names = text.partition("(")[0].strip(), re.findall(r"%[\w#-]+", text.partition(" : ")[0])
+    return lambda core: Jump(label, core.all(names))
+
+
+def _branch(operation: Operation, program: ParsedProgram) -> Action:
+    return _jump(operation.text)
+
+
+def _either(operation: Operation, program: ParsedProgram) -> Action:
+    form = r"(%[\w#-]+), (\^\w+(?:\([^()]*\))?), (\^\w+(?:\([^()]*\))?)$"
+    condition, yes, no = matched(form, operation).groups()
+    taken, other = _jump(yes), _jump(no)
+    return lambda core: taken(core) if core[condition] else other(core)
+
+
 # Views
 
 
@@ -144,10 +179,75 @@ def _metadata(operation: Operation, program: ParsedProgram) -> Action:
     """A view's memref from its beginning, then its offset in it, its sizes and its strides."""
     source = operation.text.split()[0]
 
+    names = [part for result in operation.results for part in _parts(result)]
+
     def action(core: Core) -> None:
         view: View = core[source]
-        parts = (view.reinterpreted(0, (), ()), view.offset - view.base, *view.sizes, *view.strides)
-        core.values.update(zip(operation.results, parts, strict=True))
+        found = (view.reinterpreted(0, (), ()), view.offset - view.base, *view.sizes, *view.strides)
+        core.values.update(zip(names, found, strict=True))
+
+    return action
+
+
+def _alloca(operation: Operation, program: ParsedProgram) -> Action:
+    """A scalar of the core's own."""
+    kind = _types(operation)[-1]
+
+    def value(core: Core) -> View:
+        return View(Memory("a scalar", nobodys(kind.dtype)), kind.dtype, 0, (), ())
+
+    return _assigned(operation, value)
+
+
+def _extract(operation: Operation, program: ParsedProgram) -> Action:
+    """Of a buffer: where it begins (1), and how far from there its first element is (2). Of some values: one."""
+    source, place = matched(r"(%[\w#-]+)\[(\d+)\]", operation).groups()
+    at = int(place)
+
+    def value(core: Core) -> Any:
+        given = core[source]
+        if not isinstance(given, View):
+            return given[at]
+        return (Pointer(given, 0), Pointer(given, 0), given.offset - given.base)[at]
+
+    return _assigned(operation, value)
+
+
+def _element(operation: Operation, program: ParsedProgram) -> Action:
+    source, place, kind = matched(r"(%[\w#-]+)\[(%[\w#-]+|\d+)\] : .*, (\w+)$", operation).groups()
+
+    def value(core: Core) -> Pointer:
+        pointer: Pointer = core[source]
+        if pointer.view.dtype != DTYPES.get(kind):
+            raise Unknown(f"line {operation.line}: a place counted in {kind} of {pointer.view.dtype} is not known")
+        return replace(pointer, at=pointer.at + core[place])
+
+    return _assigned(operation, value)
+
+
+def _register_as(operation: Operation, program: ParsedProgram) -> Action:
+    """The same bits as lanes of another type."""
+    source, kind = matched(r"(%[\w#-]+) : vector<\w+> to vector<\d+x(\w+)>", operation).groups()
+    return _assigned(operation, lambda core: core[source].view(DTYPES[kind]))
+
+
+def _undefined(operation: Operation, program: ParsedProgram) -> Action:
+    return _assigned(operation, lambda core: None)
+
+
+INSTRUCTION = "hivm_regbaseintrins.intr.hivm."
+
+
+def _instruction(operation: Operation) -> Action:
+    """Work of the vector pipe on registers."""
+    operands, result = matched(r"\((.*?)\)[^:]*(?:\{.*?\})? : .* -> (.*)$", operation).groups()
+    means = intrinsic(f"{operation.name.removeprefix(INSTRUCTION)} {result}", operation.line)
+    names = re.findall(r"%[\w#-]+", operands)
+
+    def action(core: Core) -> None:
+        found = means(Intrinsic(core.all(names), core, operation.line))
+        if operation.results:
+            core.values[operation.results[0]] = found
 
     return action
 
@@ -238,12 +338,27 @@ def _store(operation: Operation, program: ParsedProgram) -> Action:
 
 def _call(operation: Operation, program: ParsedProgram) -> Action:
     name, operands = matched(r"@(\w+)\((.*?)\)", operation).groups()
+    if name in program.functions:
+        return _called(program.functions[name], re.findall(r"%[\w#-]+", operands), program)
     means, names = _meaning(name, operation.line), re.findall(r"%[\w#-]+", operands)
 
     def action(core: Core) -> None:
         work = means(core.all(names))
         for step in (work,) if isinstance(work, Work) else work:
             _done(step, operation.line, core)
+
+    return action
+
+
+def _called(function: Function, names: Sequence[str], program: ParsedProgram) -> Action:
+    """A vector function: its names are its own."""
+    parts = parts_of(function, program)
+
+    def action(core: Core) -> Running:
+        given = zip((argument for argument, _ in function.arguments), core.all(names), strict=True)
+        inner = replace(core, values=dict(given), operations=0)
+        yield from run_parts(parts, inner)
+        core.operations += inner.operations
 
     return action
 
@@ -347,18 +462,27 @@ ACTIONS: dict[str, Callable[[Operation, ParsedProgram], Action]] = {
     "affine.apply": _affine(lambda values: values[0]),
     "affine.max": _affine(max),
     "affine.min": _affine(min),
+    "builtin.unrealized_conversion_cast": _renamed,
     "call": _call,
+    "cf.br": _branch,
+    "cf.cond_br": _either,
     "func.call": _call,
     "hivm.hir.get_block_idx": _block,
     "hivm.hir.get_sub_block_idx": _sub_block,
     "hivm.hir.pipe_barrier": _barrier,
     "hivm.hir.pointer_cast": _pointer_cast,
+    "hivm.hir.set_ctrl": _nothing,
     "hivm.hir.set_ffts_base_addr": _nothing,
     "hivm.hir.set_flag": _set,
     "hivm.hir.set_mask_norm": _nothing,
     "hivm.hir.sync_block_set": _send,
     "hivm.hir.sync_block_wait": _receive,
     "hivm.hir.wait_flag": _wait,
+    "llvm.bitcast": _register_as,
+    "llvm.extractvalue": _extract,
+    "llvm.getelementptr": _element,
+    "llvm.mlir.undef": _undefined,
+    "memref.alloca": _alloca,
     "memref.cast": _renamed,
     "memref.collapse_shape": _collapse,
     "memref.expand_shape": _expand,

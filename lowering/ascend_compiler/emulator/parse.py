@@ -32,12 +32,13 @@ class Function:
 
 @dataclass(frozen=True)
 class ParsedProgram:
-    """Entries by name, affine maps by theirs, and the bytes of workspace that a block has.
+    """Entries by name, vector functions, affine maps, and the bytes of workspace that a block has.
 
     A map is a function of dimensions and symbols, and gives all results.
     """
 
     entries: dict[str, Function]
+    functions: dict[str, Function]
     maps: dict[str, Callable[..., tuple[int, ...]]]
     workspace: int
 
@@ -55,7 +56,7 @@ def matched(form: str, operation: Operation) -> re.Match[str]:
 _MAP = re.compile(r"^(#map\d*) = affine_map<\(([^)]*)\)(?:\[([^\]]*)\])? -> \((.*)\)>$")
 _HEAD = re.compile(r"^func\.func @(\w+)\((.*)\) (?:-> .*? )?attributes \{(.*)\} \{$")
 _ARGUMENT = re.compile(r"(%\w+): (memref<[^{]*?>(?=[ ,)]|$)|[\w]+)")
-_OPERATION = re.compile(r"^(?:(%[\w:, %#-]+?) = )?\"?([\w.]+)\"?(.*)$")
+_OPERATION = re.compile(r"^(?:(%[\w:, %#-]+?) = )?\"?(\^?[\w.]+)\"?(.*)$")
 
 
 def parse(text: str) -> ParsedProgram:
@@ -63,6 +64,7 @@ def parse(text: str) -> ParsedProgram:
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
     maps = {found[1]: _affine(found) for _, line in lines if (found := _MAP.match(line))}
     entries: dict[str, Function] = {}
+    functions: dict[str, Function] = {}
     workspace = 0
     rest = iter(lines)
     for _, line in rest:
@@ -70,11 +72,11 @@ def parse(text: str) -> ParsedProgram:
         if head is None:
             continue
         body, _ = _block(rest)
-        if "hacc.entry" in head[3]:
-            entries[head[1]] = Function(head[1], _unit(head[3]), tuple(_ARGUMENT.findall(head[2])), body)
+        kind = entries if "hacc.entry" in head[3] else functions
+        kind[head[1]] = Function(head[1], _unit(head[3]), tuple(_ARGUMENT.findall(head[2])), body)
         if "infer_workspace_shape_function" in head[3]:
             workspace = _number(body)
-    return ParsedProgram(entries, maps, workspace)
+    return ParsedProgram(entries, functions, maps, workspace)
 
 
 def _unit(attributes: str) -> str:

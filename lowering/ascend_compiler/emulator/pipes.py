@@ -31,8 +31,6 @@ S, V, MTE1, MTE2, MTE3, M, FIX = PIPES = (
     "PIPE_FIX",
 )
 ALL = "PIPE_ALL"
-IN_TURN = (S, M)
-"""Pipes whose work ends before the next begins: scalars, and products, which a loop sums without a barrier."""
 
 
 class CoreName(NamedTuple):
@@ -99,9 +97,13 @@ class Touched:
 
 
 class Order:
-    """The clocks of all cores, the flags of each, and what they have touched."""
+    """The clocks of all cores, the flags of each, and what they have touched.
 
-    def __init__(self) -> None:
+    Work of the pipes `in_turn` ends before the next of the same pipe begins.
+    """
+
+    def __init__(self, in_turn: Sequence[str]) -> None:
+        self.in_turn = in_turn
         self.clocks: dict[Pipe, Clock] = {}
         self.flags: dict[tuple[CoreName, str, str, int], tuple[Known, int]] = {}
         self.block_flags: dict[tuple[CoreName, CoreName, int], list[tuple[Known, int]]] = {}
@@ -190,7 +192,7 @@ class Order:
             self._after_writes(access, clock, view, "writes")
             self._after_reads(access, clock, view)
         clock.begun += 1
-        if access.who[1] in IN_TURN:
+        if access.who[1] in self.in_turn:
             clock.ended[access.who] = clock.begun
         self._remember(access, clock.begun, read, written)
 

@@ -12,16 +12,19 @@ from torch import Tensor
 
 from ..outcome import Compiled
 from ..program import memory_bits
-from .core import Action, Core, Running, run
+from .core import Core, Part, Running, run_parts
 from .errors import EmulationError, Hang, Unknown
 from .memory import POISON, Memory, View
-from .operations import action_of
+from .operations import parts_of
 from .parse import Function, ParsedProgram, parse
-from .pipes import CoreName, Order
+from .pipes import CoreName, M, Order, S, V
 
 CUBE, VECTOR = "AIC", "AIV"
 MEMORIES = {CUBE: {"cbuf": "L1", "cc": "L0C"}, VECTOR: {"ub": "the unified buffer"}}
 """Memories of a kind of core that a program names, by space."""
+WIDE = "Ascend950"
+IN_TURN = {False: (S, M), True: (S, M, V)}
+"""Pipes whose work ends before the next begins: scalars, products, which a loop sums, and the vectors of Ascend 950."""
 SIZES = {"cbuf": "L1_SIZE", "cc": "L0C_SIZE", "ub": "UB_SIZE"}
 
 
@@ -56,8 +59,8 @@ class _Grid:
 
     def __init__(self, compiled: Compiled, arguments: Mapping[str, Any], programs: int) -> None:
         program = parse(compiled.program)
-        self.entries = [(entry, _actions(entry, program)) for entry in program.entries.values()]
-        self.order, self.text = Order(), compiled.program
+        self.entries = [(entry, _parts(entry, program)) for entry in program.entries.values()]
+        self.order, self.text = Order(in_turn=IN_TURN[compiled.chip.startswith(WIDE)]), compiled.program
         space = _poisoned("the workspace", programs * program.workspace)
         workspace = View(space, torch.int8, 0, (space.data.numel(),), (1,))
         self.given = [0, None, workspace, *_bound(compiled, arguments), programs, 1, 1]
@@ -65,9 +68,9 @@ class _Grid:
     def run(self, block: int, draw: random.Random) -> int:
         """The operations that a block took, after it is done."""
         cores = [
-            (self.core(name, entry), actions) for entry, actions in self.entries for name in self.names(block, entry)
+            (self.core(name, entry), parts) for entry, parts in self.entries for name in self.names(block, entry)
         ]
-        _together([(core, run(actions, core)) for core, actions in cores], draw)
+        _together([(core, run_parts(parts, core)) for core, parts in cores], draw)
         for core, _ in cores:
             self.order.end(core.name)
             for memory in core.memories.values():
@@ -91,10 +94,10 @@ class _Grid:
         return Core(name, memories, others, self.order, values)
 
 
-def _actions(entry: Function, program: ParsedProgram) -> list[Action]:
+def _parts(entry: Function, program: ParsedProgram) -> Mapping[str, Part]:
     if entry.unit not in MEMORIES:
         raise Unknown(f"{entry.name} is for {entry.unit}, which is no kind of core that is known")
-    return [action_of(operation, program) for operation in entry.body]
+    return parts_of(entry, program)
 
 
 def _poisoned(name: str, size: int) -> Memory:

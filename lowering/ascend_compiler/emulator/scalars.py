@@ -6,6 +6,7 @@ import math
 import operator
 import struct
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ ORDERS: dict[str, Callable[[Any, Any], bool]] = {
     "gt": operator.gt,
     "ge": operator.ge,
 }
-_TWO = r"(%[\w#-]+), (%[\w#-]+)(?: overflow<\w+>| fastmath<\w+>)? : (\w+)$"
+_TWO = r"(%[\w#-]+), (%[\w#-]+)(?: overflow<[\w, ]+>| fastmath<\w+>)?\s+: (\w+)$"
 Maker = Callable[[Operation], Value]
 """From an operation to its value. `Unknown` for a type, or a form, that is not known."""
 
@@ -180,3 +181,56 @@ ARITHMETIC: dict[str, Maker] = {
     "trunci": _converted(lambda value, before, after: wrapped(value, after)),
 }
 """Operations of `arith` and `math` by name."""
+
+
+# The same in the dialect of LLVM, which Ascend 950's programs use
+
+
+def _wide_constant(operation: Operation) -> Value:
+    word, kind = matched(r"\((\S+?)(?: : (\w+))?\) : \w+$", operation).groups()
+    if word in ("true", "false"):
+        return lambda core: int(word == "true")
+    value = _number(word, _of(kind, {**WIDTHS, **FLOATS}, operation))
+    return lambda core: value
+
+
+def _wide_compared(operation: Operation) -> Value:
+    how, rest = matched(r'"(\w+)" (.*)', operation).groups()
+    return _compared(replace(operation, text=f"{how}, {rest}"))
+
+
+def _of_two(name: str) -> Maker:
+    """Written as a call: `(%a, %b) : (i64, i64) -> i64`."""
+
+    def made(operation: Operation) -> Value:
+        x, y, kind = matched(r"\((%[\w#-]+), (%[\w#-]+)\)\s+: \(\w+, \w+\) -> (\w+)$", operation).groups()
+        return lambda core: wrapped(INTEGER[name](core[x], core[y]), kind)
+
+    return made
+
+
+def _without_sign(operation: Operation) -> Value:
+    x, y, kind = matched(_TWO, operation).groups()
+    return lambda core: wrapped(unsigned(core[x], kind) // unsigned(core[y], kind), kind)
+
+
+LLVM: dict[str, Maker] = {
+    "add": _integers("addi"),
+    "sub": _integers("subi"),
+    "mul": _integers("muli"),
+    "sdiv": _integers("divsi"),
+    "srem": _integers("remsi"),
+    "udiv": _without_sign,
+    "and": _integers("andi"),
+    "or": _integers("ori"),
+    "xor": _integers("xori"),
+    "sext": _converted(_extended),
+    "zext": _converted(lambda value, before, after: unsigned(value, before)),
+    "trunc": _converted(lambda value, before, after: wrapped(value, after)),
+    "select": _selected,
+    "icmp": _wide_compared,
+    "mlir.constant": _wide_constant,
+    "intr.smin": _of_two("minsi"),
+    "intr.smax": _of_two("maxsi"),
+}
+"""Operations of `llvm` on scalars, by name."""
