@@ -66,6 +66,8 @@ def _load(found: re.Match[str], args: Arguments) -> Work:
     if mode not in (NO_PADDING, WITH_VALUE):
         raise Unknown(f"{found[0]} pads in mode {mode}, which is not known")
     value = value if mode == WITH_VALUE else 0
+    if out.count and any(size > 1 and stride * out.dtype.itemsize % BURST for size, stride in _rows(out)):
+        raise Unknown(f"{found[0]} into rows that begin within a burst is not known")
     around = [_before(out, left), _behind(out)]
     filled = [view for view in around if view.count]
 
@@ -73,6 +75,11 @@ def _load(found: re.Match[str], args: Arguments) -> Work:
         return [source.read(), *(torch.full(view.sizes, value, dtype=view.dtype, device="cpu") for view in filled)]
 
     return Work(MTE2, [source], [out, *filled], values)
+
+
+def _rows(view: View) -> list[tuple[int, int]]:
+    """Sizes and strides of all axes but the last."""
+    return list(zip(view.sizes[:-1], view.strides[:-1], strict=True))
 
 
 def _before(view: View, left: int) -> View:

@@ -2,7 +2,8 @@
 
 A register has 256 bytes: 64 lanes of 32 bits or 128 of 16. A mask has 256 bits, and a lane heeds the first of its own.
 What stands in lanes that a mask leaves out nobody may rely on, where the name ends in x, and is 0, where it ends in z.
-A load takes a whole register, past its buffer's end too: what lies there counts as nobody's, and as not read.
+A load takes a whole register, past its buffer's end too: what lies there counts as nobody's, and as not read. Loads and
+stores of one function, and of one after the other, are in order: no program of the compiler has a barrier between them.
 """
 
 from __future__ import annotations
@@ -85,9 +86,10 @@ def _bits(lanes: Tensor) -> Tensor:
 
 def _pattern(found: re.Match[str], call: Intrinsic) -> Tensor:
     count, number = 8 * BYTES // int(found[1]), call.args[0]
-    if number not in (ALL_LANES, NO_LANES) and number not in FIRST_LANES:
+    known = {ALL_LANES: count, NO_LANES: 0, **FIRST_LANES}
+    if number not in known:
         raise Unknown(f"line {call.line}: the pattern {number} of a mask is not known")
-    first = {ALL_LANES: count, NO_LANES: 0}.get(number, FIRST_LANES.get(number, 0))
+    first = known[number]
     return _bits(torch.arange(count, device="cpu") < first)
 
 
@@ -128,20 +130,26 @@ def _read(view: View, call: Intrinsic) -> Tensor:
 
 def _load(found: re.Match[str], call: Intrinsic) -> Tensor:
     pointer, _, how, _ = call.args
-    count, dtype = int(found[1]), pointer.view.dtype
+    count = int(found[1])
     if how in REPEATED:
         return _read(pointer.part(1, call.line, "reads"), call).expand(count)
-    _only(call, True, "loads", how in (*WHOLE, *SPREAD))
-    step = 2 if how in SPREAD else 1
+    if how not in (*WHOLE, *SPREAD):
+        raise Unknown(f"line {call.line}: a load in the way {how} is not known")
+    return _whole(pointer, count, 2 if how in SPREAD else 1, call)
+
+
+def _whole(pointer: Pointer, count: int, step: int, call: Intrinsic) -> Tensor:
+    """A register whose every `step`-th lane is loaded."""
     given = _read(pointer.part(count // step, call.line, "reads"), call)
-    lanes = nobodys(dtype).repeat(count)
+    lanes = nobodys(pointer.view.dtype).repeat(count)
     lanes[: step * given.numel() : step] = given
     return lanes
 
 
 def _store(found: re.Match[str], call: Intrinsic) -> None:
     values, pointer, _, how, _, mask = call.args
-    _only(call, True, "stores", how in (*STORED, *PACKED, *FIRST))
+    if how not in (*STORED, *PACKED, *FIRST):
+        raise Unknown(f"line {call.line}: a store in the way {how} is not known")
     values = values[::2] if how in PACKED else values
     taken = _lanes(mask, values.numel()).nonzero().flatten().tolist()
     taken = taken[:1] if how in FIRST else taken
@@ -157,10 +165,44 @@ def _write(pointer: Pointer, values: Tensor, call: Intrinsic) -> None:
 
 
 def _store_some(found: re.Match[str], call: Intrinsic) -> tuple[Any, Pointer]:
-    """The first lanes, wherever; the pointer goes on behind them. What waits in the other register is written here."""
-    values, pointer, count, kept = call.args
+    """The first lanes, by bytes; the pointer goes on behind them. What would wait for a whole burst is written now."""
+    values, pointer, size, kept = call.args
+    count = size // values.element_size()
     _write(pointer, values[:count], call)
     return kept, replace(pointer, at=pointer.at + count)
+
+
+def _load_anywhere(found: re.Match[str], call: Intrinsic) -> tuple[Tensor, Any, Pointer]:
+    """A register from a place that is no burst's beginning; the pointer goes on by bytes."""
+    pointer, kept, size = call.args
+    dtype = pointer.view.dtype
+    return (
+        _whole(pointer, BYTES // dtype.itemsize, 1, call),
+        kept,
+        replace(pointer, at=pointer.at + size // dtype.itemsize),
+    )
+
+
+# Arrangement
+
+
+def _in_turns(found: re.Match[str], call: Intrinsic) -> tuple[Tensor, Tensor]:
+    """Lanes of two registers in turns: the first half, and the second."""
+    first, second = torch.stack(tuple(call.args), -1).flatten().chunk(2)
+    return first, second
+
+
+def _apart(found: re.Match[str], call: Intrinsic) -> tuple[Tensor, Tensor]:
+    """Every second lane of two registers: from the first on, and from the next."""
+    both = torch.cat(tuple(call.args))
+    return both[::2], both[1::2]
+
+
+def _ramp(found: re.Match[str], call: Intrinsic) -> Tensor:
+    first, order = call.args
+    _only(call, 0, "counts", order)
+    dtype = DTYPES[found[1]]
+    return torch.arange(BYTES // dtype.itemsize, dtype=dtype, device="cpu") + first
 
 
 # Arithmetic
@@ -181,6 +223,8 @@ WITH_NUMBER: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "muls": operator.mul,
     "maxs": lambda x, y: x.clamp_min(y),
     "mins": lambda x, y: x.clamp_max(y),
+    "shls": lambda x, y: x << y,
+    "shrs": lambda x, y: (x.long() & (1 << 8 * x.element_size()) - 1) >> y,
 }
 UNARY = {"exp": torch.exp, "ln": torch.log, "sqrt": torch.sqrt, "abs": torch.abs, "neg": torch.neg}
 
@@ -221,12 +265,12 @@ def _repeated(found: re.Match[str], call: Intrinsic) -> Tensor:
     """A number, or a register's first lane, in all lanes of the mask."""
     given, mask, how = call.args
     _only(call, 1, "repeats", how)
-    first = given[:1] if isinstance(given, Tensor) else torch.tensor([given], dtype=_dtype(found[1]), device="cpu")
+    first = given[:1] if isinstance(given, Tensor) else torch.tensor([given], dtype=DTYPES[found[1]], device="cpu")
     return _masked(first.expand(BYTES // first.element_size()), mask, torch.zeros(1, device="cpu"))
 
 
 def _broadcast(found: re.Match[str], call: Intrinsic) -> Tensor:
-    return torch.full((BYTES // _dtype(found[1]).itemsize,), call.args[0], dtype=_dtype(found[1]), device="cpu")
+    return torch.full((BYTES // DTYPES[found[1]].itemsize,), call.args[0], dtype=DTYPES[found[1]], device="cpu")
 
 
 def _selected(found: re.Match[str], call: Intrinsic) -> Tensor:
@@ -257,10 +301,6 @@ def _of_integer(found: re.Match[str], call: Intrinsic) -> Tensor:
     return _masked(x.float(), mask, nobodys(torch.float32))
 
 
-def _dtype(name: str) -> torch.dtype:
-    return DTYPES[name]
-
-
 def _only(call: Intrinsic, known: Any, what: str, *given: Any) -> None:
     strange = [value for value in given if value != known]
     if strange:
@@ -279,9 +319,13 @@ INTRINSICS: dict[str, Callable[[re.Match[str], Intrinsic], Any]] = {
     r"vldsx1\.v(64|128)\w+ .*": _load,
     r"vstsx1\.v(64|128)\w+ .*": _store,
     r"vstus\.post\.\w+ .*": _store_some,
-    r"(?:vstas|init\.vector\.align\.data) .*": _nothing,
+    r"vldus\.post\.\w+ .*": _load_anywhere,
+    r"vintlv .*": _in_turns,
+    r"vdintlv .*": _apart,
+    r"vci vector<\d+x(\w+)>": _ramp,
+    r"(?:vldas|vstas|init\.vector\.align\.data) .*": _nothing,
     r"v(add|sub|mul|div|max|min|and|or|xor)(?:\.s)?\.x .*": _binary,
-    r"v(adds|muls|maxs|mins)\.s\.x .*": _with_number,
+    r"v(adds|muls|maxs|mins|shls|shrs)\.[su]\.x .*": _with_number,
     r"v(exp|ln|sqrt|abs|neg)\.x .*": _unary,
     r"vexpdif .*": _exp_of_difference,
     r"vc(add|max|min)\.s\.x .*": _reduced,

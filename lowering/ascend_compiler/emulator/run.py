@@ -67,9 +67,7 @@ class _Grid:
 
     def run(self, block: int, draw: random.Random) -> int:
         """The operations that a block took, after it is done."""
-        cores = [
-            (self.core(name, entry), parts) for entry, parts in self.entries for name in self.names(block, entry)
-        ]
+        cores = [(self.core(name, entry), parts) for entry, parts in self.entries for name in self.names(block, entry)]
         _together([(core, run_parts(parts, core)) for core, parts in cores], draw)
         for core, _ in cores:
             self.order.end(core.name)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import lowering
-from lowering import Compiled, TritonSource, compile_for
+from lowering import Compiled
 from lowering.ascend_compiler.emulator import (
     Emulation,
     EmulationError,
@@ -38,22 +38,31 @@ CORES = 3
 Call = tuple[Compiled, dict[str, Any], int]
 
 
-def compiled(file: str, name: str, jobs: int, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> Compiled:
-    found = Launch(file, name, arguments, constants, jobs, (), ()).compiled("ascend910b")
+def compiled(
+    file: str,
+    name: str,
+    jobs: int,
+    arguments: Mapping[str, Any],
+    constants: Mapping[str, Any],
+    target: str = "ascend910b",
+) -> Compiled:
+    found = Launch(file, name, arguments, constants, jobs, (), ()).compiled(target)
     assert isinstance(found, Compiled), str(found)
     return found
 
 
-def runner(file: str, name: str, jobs: int, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
+def runner(
+    target: str, file: str, name: str, jobs: int, arguments: Mapping[str, Any], constants: Mapping[str, Any]
+) -> None:
     """In the place of a device: what its compiler has made, emulated."""
-    emulate(compiled(file, name, jobs, arguments, constants), arguments, max(1, min(jobs, CORES)), seed=jobs)
+    emulate(compiled(file, name, jobs, arguments, constants, target), arguments, max(1, min(jobs, CORES)), seed=jobs)
 
 
-def called(case: Case, dtype: torch.dtype) -> tuple[Any, Any]:
+def called(case: Case, dtype: torch.dtype, name: str = "ascend910b") -> tuple[Any, Any]:
     """What the registered kernel and the op's body give, but for trails."""
     args, kwargs = case.arguments(dtype)
     args = with_padding_of_nan(args)
-    target = replace(TARGETS["ascend910b"], unified_buffer=SMALL.get(case.op, 512))
+    target = replace(TARGETS[name], unified_buffer=SMALL.get(case.op, 512))
     asked: dict[str, Any] = {case.op: f"triton_{case.op}"}
     with lowering.use(target=target, **asked):
         found = find(case.op)(*args, **kwargs)
@@ -65,9 +74,9 @@ ALL = [case for case in CASES if taken(case)]
 FEW = [case for op in OPS for case in [one for one in ALL if one.op == op][::4]]
 
 
-def check(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "RUNNER", runner)
-    found, expected = called(case, dtype)
+def check(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, target: str = "ascend910b") -> None:
+    monkeypatch.setattr(launch, "RUNNER", functools.partial(runner, target))
+    found, expected = called(case, dtype, target)
     assert_close(found, expected, length=case.length)
 
 
@@ -78,6 +87,17 @@ def test_the_compilers_program_gives_what_the_op_gives(
 ) -> None:
     """With tiles that do not divide, ragged and idle rows, NaN in padding and in all memory that nobody has written."""
     check(case, dtype, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("case", FEW[::2], ids=str)
+def test_so_does_the_program_for_950(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It works in registers, under masks. How it loads rows of 16 bytes is not known."""
+    if (str(case), dtype) == ("hyper_mix[tiny]", torch.bfloat16):
+        with pytest.raises(Unknown, match="rows that begin within a burst"):
+            check(case, dtype, monkeypatch, "ascend950")
+    else:
+        check(case, dtype, monkeypatch, "ascend950")
 
 
 @pytest.mark.sweep
@@ -221,13 +241,58 @@ def test_blocks_in_any_order() -> None:
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-def _compiled_with(arguments: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Signature and constants of a gated norm of these arguments."""
+def wide() -> Call:
+    """A gated norm for Ascend 950, and its arguments."""
+    _, arguments, programs = captured("gated_rms_norm", "heads_silu")
     made, _ = norm.gated_rms_norm(
         arguments["x"], arguments["gate"], arguments["weight"], eps=1e-6, activation="silu", rounded=True,
         target=TARGETS["ascend950"],
     )  # fmt: skip
-    return made.signature, dict(made.constants)
+    outcome = made.compiled("ascend950")
+    assert isinstance(outcome, Compiled)
+    return outcome, dict(made.arguments), programs
+
+
+def test_flags_that_are_gone_from_a_program_for_950_are_missed() -> None:
+    call = wide()
+    lines = call[0].program.splitlines()
+    flags = [at for at, line in enumerate(lines) if "set_flag[" in line or "wait_flag[" in line]
+    assert len(flags) > 9
+    silent = [at for at in flags if not noticed(call, without(call[0].program, at))]
+    assert not silent, [lines[at].strip() for at in silent]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (r"hivm\.pge\.b32", "hivm.pge.b16"),
+        (r"hivm\.vmul\.s\.x", "hivm.vadd.s.x"),
+    ],
+    ids=["masks", "instruction"],
+)
+def test_other_faults_of_a_program_for_950(before: str, after: str) -> None:
+    """Masks of fewer lanes, and other arithmetic."""
+    call = wide()
+    changed = re.sub(before, after, call[0].program)
+    assert changed != call[0].program
+    assert noticed(call, changed)
+
+
+def test_buffers_of_950_that_are_moved_by_32_bytes() -> None:
+    """Onto the next, but for the last one and those that nobody needs any more at the time."""
+    call = wide()
+    lines, moved = call[0].program.splitlines(), []
+    for at, line in enumerate(lines):
+        place = re.search(r"pointer_cast\((%\d+)\)", line)
+        if place is not None:
+            first = line.replace(f"({place[1]})", "(%moved)")
+            added = [
+                "    %by = llvm.mlir.constant(32 : i64) : i64",
+                f"    %moved = llvm.add {place[1]}, %by : i64",
+                first,
+            ]
+            moved.append(noticed(call, "\n".join([*lines[:at], *added, *lines[at + 1 :]])))
+    assert sum(moved) >= len(moved) / 3 > 2, moved
 
 
 def test_what_is_not_known_is_refused_by_name() -> None:
@@ -235,7 +300,7 @@ def test_what_is_not_known_is_refused_by_name() -> None:
     program = outcome.program
     for before, after, message in (
         ("@vexp_1d_float(", "@vtanh_1d_float(", "the library call vtanh_1d_float is not known"),
-        ("hivm.hir.set_mask_norm", "hivm.hir.set_ctrl", "the operation hivm.hir.set_ctrl is not known"),
+        ("hivm.hir.set_mask_norm", "hivm.hir.set_mask", "the operation hivm.hir.set_mask is not known"),
         ("<PIPE_MTE2>, <PIPE_V>", "<PIPE_X>, <PIPE_V>", "the pipe PIPE_X is not known"),
         (" step %", " by %", "scf.for is written in a form that is not known"),
         (" to offset:", " at:", "memref.reinterpret_cast is written in a form that is not known"),
@@ -244,11 +309,14 @@ def test_what_is_not_known_is_refused_by_name() -> None:
     ):
         with pytest.raises(Unknown, match=f"line \\d+: {message}"):
             emulate(replace(outcome, program=program.replace(before, after)), arguments, programs)
-    wide = launch.SOURCES / "norm.py"
-    other = compile_for(TritonSource(wide, "gated_rms_norm"), *_compiled_with(arguments), "ascend950")
-    assert isinstance(other, Compiled)
-    with pytest.raises(Unknown, match=r"line \d+"):
-        emulate(other, arguments, programs)
+    other = wide()
+    for before, after, message in (
+        ("hivm.vexp.x", "hivm.vtanh.x", r"the instruction vtanh\.x vector<64xf32> is not known"),
+        ("cf.cond_br", "cf.switch", r"the operation cf\.switch is not known"),
+        ("llvm.srem", "llvm.urem", r"the operation llvm\.urem is not known"),
+    ):
+        with pytest.raises(Unknown, match=f"line \\d+: {message}"):
+            emulated(other, other[0].program.replace(before, after))
     with pytest.raises(EmulationError, match="gate is not given"):
         emulate(outcome, {name: value for name, value in arguments.items() if name != "gate"}, programs)
     with pytest.raises(EmulationError, match="x must be a contiguous tensor on the CPU"):

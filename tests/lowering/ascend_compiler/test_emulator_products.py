@@ -292,6 +292,12 @@ def test_what_is_not_known_of_products_is_refused_by_name() -> None:
             emulated(name, text.replace(before, after))
 
 
+def test_products_of_950_are_refused_by_name() -> None:
+    """There results go straight to the unified buffer."""
+    with pytest.raises(Unknown, match=r"line \d+: the library call fixpipe_nz2nd_float_to_float_4d_to_2d_ubuf is not"):
+        emulated("gated ragged", target="ascend950")
+
+
 def test_cores_that_wait_for_each_other_hang() -> None:
     program = compiled("gated ragged", "ascend910b").program
     late = program.replace("[<CUBE>, <PIPE_FIX>, <PIPE_S>] flag = 4", "[<CUBE>, <PIPE_FIX>, <PIPE_S>] flag = 5")

@@ -105,7 +105,7 @@ def test_what_was_seen_is_chosen_and_what_failed_is_not() -> None:
         with lowering.use(target=target, evidence=evidenced):
             report = lowering.explain(ops.geglu, x)
         (row,) = report.rows
-        speaks = "seen here" if seen else "stated" if kernel == "npu_geglu" else "compiled"
+        speaks = "seen here" if seen else "stated" if kernel == "npu_geglu" else "emulated"
         assert row.kernel == kernel and row.evidence == speaks
         assert ("npu_geglu failed in this machine's probe: raised: no" in row.reasons()) == bool(failed)
 
