@@ -2,8 +2,8 @@
 
 A program is loops, arithmetic on integers, and calls of a library that work on addresses in the memories of a core,
 with flags between the pipes that run them. `parse` reads it, `memory` holds what it works on, `pipes` says what is
-ordered before what. `library` is the meaning of each call on a vector core, `cube` that of products, `registers` that of
-instructions on Ascend 950, `scalars` and `operations` what the rest does. `core` goes through it, and `run` lets the
+ordered before what. `library` is the meaning of each call on a vector core, `cube` that of products, `registers` that
+of instructions on Ascend 950, `scalars` and `operations` what the rest does. `core` goes through it; `run` lets the
 cores of a block take turns: one vector core, one cube core, or a cube core with two vector cores. What is not known is
 refused by name.
 
