@@ -76,13 +76,14 @@ def _scalar_loops(program: str) -> Iterator[Finding]:
         yield Finding("scalar loop", f"elements of a tile ({shapes}) are made one by one, where a vector was meant")
 
 
-_TWO_BUFFERS = re.compile(r"arith\.select .* : memref<[^>]*#hivm\.address_space<ub>>")
+_TWO_BUFFERS = re.compile(r"arith\.select .* : memref<[^>]*#hivm\.address_space<(?:ub|cbuf)>>")
 
 
 def _dropped_buffers(compiled: Compiled) -> Iterator[Finding]:
     """A loop that loads, and none of the second buffers that were asked for: they are left out where they do not fit.
 
-    So it is on 910; on 950 the compiler reports an overflow instead.
+    So it is on 910; on 950 the compiler reports an overflow instead. Products have theirs where their operands lie,
+    in the buffer of the cube cores.
     """
     if compiled.multi_buffer and _loads_in_a_loop(compiled.program) and not _TWO_BUFFERS.search(compiled.program):
         words = "second buffers do not fit, so that transfers wait for work and work for them; take a smaller tile"

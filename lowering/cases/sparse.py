@@ -91,6 +91,8 @@ def cases() -> list[Case]:
             return (blocks, held), {"ratio": 4}
 
         made.append(Case("expand_blocks", rows.name, expand))
+    many = selected_rows(LONG, 6, 2, 16, 16, 8, 150)
+    made.append(Case("sparse_attention", f"{LONG.name}_6_2_16_of_150", many, 150))
     for shape, rotary_dim in (((3, 5, 4, 12), 6), ((7, 2, 16), 16), ((0, 4, 8), 4)):
         kwargs = {"eps": 1e-6, "rotary_dim": rotary_dim, "theta": 1e4}
 

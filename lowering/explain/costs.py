@@ -95,6 +95,13 @@ def _chosen(a: Arguments, out: Any) -> int:
     return tensor_bytes((a["rows"], a["expert"], out)) + weight * a["rows"].shape[0]
 
 
+def _selected(a: Arguments, out: Any) -> int:
+    """A launch of sparse attention: of the pages, the keys and values that each token selects, read for itself."""
+    q, k_pages, v_pages, selected, *rest = a["read"]
+    each = sum(pages.element_size() * math.prod(pages.shape[2:]) for pages in (k_pages, v_pages))
+    return tensor_bytes((q, selected, rest, a["written"])) + each * selected.numel()
+
+
 _PRODUCTS = (
     "aten::_int_mm",
     "funcmodels::choice_products",
@@ -108,12 +115,13 @@ ATEN = Formulas(
         _CPU_ATTENTION: _product,
         "aten::_scaled_dot_product_fused_attention_overrideable": _product,
         **dict.fromkeys(_PRODUCTS, _projected),
-        "triton_kernels::gated_delta_rule": _told,
+        **dict.fromkeys(("triton_kernels::gated_delta_rule", "triton_kernels::sparse_attention"), _told),
     },
     bytes={
         "funcmodels::choice_products": _chosen,
         **dict.fromkeys(("aten::embedding", "aten::index", "aten::index_select", "aten::gather"), _looked_up),
         **dict.fromkeys(("aten::index_put_", "aten::index_copy_", "aten::index_add_", "aten::scatter_"), _written),
+        "triton_kernels::sparse_attention": _selected,
         **dict.fromkeys(("aten::empty", "aten::empty_strided", "aten::new_empty", "aten::empty_like"), _nothing),
         **dict.fromkeys(("aten::_unsafe_view", "aten::lift_fresh"), _nothing),
     },

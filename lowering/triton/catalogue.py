@@ -20,7 +20,7 @@ from ..ops.delta import DeltaStates
 from ..ops.short_conv import WindowTrail
 from ..rows import Rows
 from ..target import Target
-from . import delta, glu, norm, rotary, short_conv, streams
+from . import delta, glu, norm, rotary, short_conv, sparse, streams
 from .emulated import emulated
 from .kernels import RECORD
 from .launch import Launch, Steps
@@ -54,7 +54,7 @@ def launches(target: Target, dtype: torch.dtype = torch.bfloat16) -> dict[str, L
         "commit of windows, 8192 channels": short_conv.commit(windows, accepted, 3, target=target)[0],
         "scatter of states, 32 heads": delta.scatter(states.after[:, 0], accepted, states.before, target=target),
     }
-    families = (_recurrent, _gates, _norms, _plain_norms, _activations, _rotary, _streams, _convs)
+    families = (_recurrent, _gates, _norms, _plain_norms, _activations, _rotary, _streams, _convs, _sparse)
     return {name: launch for family in families for name, launch in family(target, narrow)} | made
 
 
@@ -145,6 +145,17 @@ def _convs(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
     prompt = Rows(starts, max_query=PROMPT, uniform=True)
     launch = short_conv.short_conv(x, weight, window, prompt, keep_steps=False, target=target)[0]
     yield "short_conv, 8192 channels, a prompt", launch
+
+
+def _sparse(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
+    selected = torch.empty(PROMPT, 2051, dtype=torch.int32, device="meta")
+    starts, table = (torch.empty(size, dtype=torch.int32, device="meta") for size in (2, (1, 32)))
+    rows = Rows(starts, starts[1:], table, max_query=PROMPT, uniform=True)
+    q, pages = narrow(PROMPT, 24, 256), narrow(33, 128, 2, 256)
+    launch = sparse.sparse_attention(q, pages, pages, selected, rows, scale=256**-0.5, target=target)[0]
+    yield "sparse_attention, 24 and 2 heads of 256, a prompt", launch
+    blocks = torch.empty(PROMPT, 512, dtype=torch.int32, device="meta")
+    yield "expand_blocks, 512 of 4 tokens", sparse.expand_blocks(blocks, rows, ratio=4, target=target)[0]
 
 
 @dataclass(frozen=True)

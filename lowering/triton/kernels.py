@@ -25,6 +25,7 @@ from ..host import symbolic
 from ..kernel import Refusal
 from ..npu.features import loaded
 from ..npu.kernel import above, empty, machine
+from ..npu.sparse import GATHERED
 from ..op import Op
 from ..ops.attention_residual import attention_residual
 from ..ops.delta import channel_gates, delta_gates, gated_delta_rule, l2_norm
@@ -41,10 +42,11 @@ from ..ops.norm import (
 )
 from ..ops.rotary import rotary
 from ..ops.short_conv import short_conv
+from ..ops.sparse import expand_blocks, sparse_attention
 from ..policy import EVIDENCE, MODE
 from ..rows import Rows
 from ..target import ASCEND, Target
-from . import delta, glu, launch, norm, streams
+from . import delta, glu, launch, norm, sparse, streams
 from . import rotary as rope
 from . import short_conv as conv
 
@@ -53,6 +55,8 @@ RECORD = Path(__file__).with_name("compiled.json")
 MOST_STEPS = 16
 """Tokens a row that kernels which go token by token take: the window of a DFlash block, at its default size."""
 TAKEN = (torch.float32, torch.bfloat16, torch.float16)
+MOST_PAGES = 4096
+"""Pages a row whose numbers a program of sparse attention keeps in its buffer."""
 
 
 def ours(op: Op, make: Make, refuse: Refusal, strided: Collection[str] = ()) -> None:
@@ -120,7 +124,7 @@ def _refused(make: Make, refuse: Refusal, *args: Any, **kwargs: Any) -> str | No
     rows = [arg for arg in args if isinstance(arg, Rows)]
     if symbolic((*(size for x in tensors for size in x.shape), *(each.max_query for each in rows))):
         return "plans tiles by sizes, and one is a symbol here"
-    wrong = next((x.dtype for x in tensors if x.dtype not in TAKEN), None)
+    wrong = next((x.dtype for x in tensors if x.dtype not in (*TAKEN, torch.int32)), None)
     if wrong is not None:
         return f"takes float32, bfloat16 and float16; one of this call's is {str(wrong).removeprefix('torch.')}"
     if tensors[0].device.type == "npu" and MODE.get().dry is None and importlib.util.find_spec("triton") is None:
@@ -198,6 +202,21 @@ def _refuse_channels(f, b, a_log, dt_bias, *, lower_bound=None) -> str | None:
     return _power_of_two(k_dim=f.shape[2])
 
 
+def _refuse_sparse(q, k_pages, v_pages, selected, rows, *, scale) -> str | None:
+    dims = {"head_dim": q.shape[2], "v_dim": v_pages.shape[3]}
+    small = next((f"{name} is {size}" for name, size in dims.items() if size < 16), None)
+    if small is not None:
+        return f"takes dims from 16 on; {small}"
+    if q.shape[1] % k_pages.shape[2]:
+        return f"takes heads in multiples of kv_heads; this call has {q.shape[1]} and {k_pages.shape[2]}"
+    many = above(MOST_PAGES, **{"pages a row": rows.paged[1].shape[1]}) or empty(selected=selected)
+    return many or _power_of_two(**dims, page_size=k_pages.shape[1])
+
+
+def _refuse_expand(blocks, rows, *, ratio) -> str | None:
+    return _power_of_two(ratio=ratio)
+
+
 ours(gated_delta_rule, delta.gated_delta_rule, _refuse_rule)
 ours(delta_gates, delta.delta_gates, _takes)
 ours(channel_gates, delta.channel_gates, _refuse_channels)
@@ -216,6 +235,8 @@ ours(rotary, rope.rotary, _takes, strided=("q", "k"))
 ours(hyper_mix, streams.hyper_mix, _takes)
 ours(hyper_inject, streams.hyper_inject, _takes)
 ours(attention_residual, streams.attention_residual, _takes)
+ours(expand_blocks, sparse.expand_blocks, _refuse_expand)
+ours(sparse_attention, sparse.sparse_attention, _refuse_sparse)
 
 
 @gated_rms_norm.order_by(ASCEND)
@@ -246,3 +267,12 @@ def _add_gemma_in_one_pass(x, residual, weight, *, eps):
 def _rotary_in_one_pass(q, k, cos, sin):
     why = f"{_ONE_PASS} npu_apply_rotary_pos_emb, which writes where it reads, so that heads are copied for it"
     return ("triton_rotary",), why
+
+
+@sparse_attention.order_by(ASCEND)
+def _uncopied_first(q, k_pages, v_pages, selected, rows, *, scale):
+    """Fused attention takes copies of the keys, as many at a time as memory should hold."""
+    names = "npu_gather_fia", "triton_sparse_attention"
+    if symbolic(q.shape[:1]) or q.shape[0] <= GATHERED:
+        return names, f"up to {GATHERED} tokens copy their keys for one fused call"
+    return names[::-1], f"more than {GATHERED} tokens would copy their keys in turns"

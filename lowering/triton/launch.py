@@ -137,7 +137,7 @@ def on_device(file: str, name: str, jobs: int, arguments: Mapping[str, Any], con
     """Start the kernel on the device of its tensors, a program a core or fewer. `LoweringError` without Triton."""
     device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
     with torch.get_device_module(device).device(device):
-        _kernel(file, name)[(min(jobs, _cores(device)),)](**arguments, **constants)
+        _kernel(file, name)[(min(jobs, _cores(device, name in MIX)),)](**arguments, **constants)
 
 
 RUNNER = on_device
@@ -155,12 +155,17 @@ def _kernel(file: str, name: str) -> Any:
 INSTALL = "install triton-ascend for an Ascend device, with the CANN that it is made for"
 
 
+MIX = frozenset({"sparse_attention"})
+"""Kernels with products: a program of theirs takes a cube core, with the vector cores that belong to it."""
+
+
 @functools.cache
-def _cores(device: torch.device) -> int:
-    """Vector cores of the device: as many programs run at a time."""
+def _cores(device: torch.device, mix: bool) -> int:
+    """Vector or cube cores of the device: as many programs run at a time."""
     from triton.runtime import driver  # pyright: ignore[reportMissingImports]
 
-    return driver.active.utils.get_device_properties(device.index or 0)["num_vectorcore"]
+    properties = driver.active.utils.get_device_properties(device.index or 0)
+    return properties["num_aicore" if mix else "num_vectorcore"]
 
 
 def _type(value: Tensor | int | float) -> str:

@@ -239,6 +239,18 @@ def _in_turns(found: re.Match[str], args: Arguments) -> Work:
     return _vector([x, y], out, lambda one, other: torch.stack((one, other), -1).flatten(), *temporaries)
 
 
+def _gather(found: re.Match[str], args: Arguments) -> Work:
+    """The elements at these places. `Unknown` for a place outside, whose meaning nothing tells."""
+    x, places, out, *temporaries = args
+
+    def values(given: Tensor, at: Tensor) -> Tensor:
+        if at.numel() and not 0 <= int(at.min()) <= int(at.max()) < given.numel():
+            raise Unknown(f"{found[0]} takes elements {int(at.min())} to {int(at.max())} of {given.numel()}")
+        return given[at.long()]
+
+    return _vector([x, places], out, values, *temporaries)
+
+
 TABLE: dict[str, Callable[[re.Match[str], Arguments], Work]] = {
     r"load_gm_to_ubuf_\dd_\w+": _load,
     r"store_ubuf_to_gm_\dd_\w+": _store,
@@ -253,6 +265,7 @@ TABLE: dict[str, Callable[[re.Match[str], Arguments], Work]] = {
     r"(?:enablevc_)?reduce_(sum|max|min)_(r|ar|ra)_\w+": _reduce,
     r"broadcast_(?:first|last)_axis_align_2d\w*": _spread,
     r"arange_1d_\w+": _arange,
+    r"gather_1d_\w+": _gather,
     r"transpose_(?:2d_with_last|3d_without_last)_axis_\w+": _transpose,
     r"cumsum_ra_\w+": _running_sum,
     r"deinterleave_channel_([01])_from_2_channels_1d_\w+": _every_second,

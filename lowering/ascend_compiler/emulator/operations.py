@@ -299,6 +299,14 @@ def _renamed(operation: Operation, program: ParsedProgram) -> Action:
     return _assigned(operation, lambda core: core[source])
 
 
+def _bitcast(operation: Operation, program: ParsedProgram) -> Action:
+    """The same bits in another type of the same size."""
+    source, (given, made) = operation.text.split()[0], _types(operation)
+    if given.dtype.itemsize != made.dtype.itemsize:
+        raise Unknown(f"line {operation.line}: a bitcast of {given.dtype} to {made.dtype}, of another size")
+    return _assigned(operation, lambda core: replace(core[source], dtype=made.dtype))
+
+
 # Work
 
 
@@ -467,6 +475,7 @@ ACTIONS: dict[str, Callable[[Operation, ParsedProgram], Action]] = {
     "cf.br": _branch,
     "cf.cond_br": _either,
     "func.call": _call,
+    "hivm.hir.bitcast": _bitcast,
     "hivm.hir.get_block_idx": _block,
     "hivm.hir.get_sub_block_idx": _sub_block,
     "hivm.hir.pipe_barrier": _barrier,

@@ -44,7 +44,7 @@ def test_chunks_select_and_attend_as_the_formula_says(target: str, padding: int)
     rows = halved(Fed(SERVED, [sum(column) for column in zip(*chunks, strict=True)], seed=padding))
     for counts in chunks:
         chunk = rows.chunk(counts, padding)
-        with lowering.use(target=target), lowering.record() as report:
+        with lowering.use(target=target, sparse_attention="npu_gather_fia"), lowering.record() as report:
             found, places, y = rows.attended(chunk)
         chosen = {row.op: row.kernel for row in report.rows}
         assert (chosen["index_scores_topk"], chosen["sparse_attention"]) == ("npu_lightning_indexer", "npu_gather_fia")
@@ -87,10 +87,33 @@ def test_published_sizes_pass_the_schemas_and_shape_functions_of_torch_npu(targe
     heads = 8 if target == "ascend950" else 4
     assert one.name == "npu.npu_lightning_indexer"
     assert f"i32[{tokens},512]" in low.as_text() and one.cost.flops == 2 * tokens * heads * 128 * 256 * 32
-    low = lowering.lower(ops.sparse_attention, *attention, target=target, scale=1 / 16)
+    with lowering.use(sparse_attention="npu_gather_fia"):
+        low = lowering.lower(ops.sparse_attention, *attention, target=target, scale=1 / 16)
     assert [row.kernel for row in low.report.rows] == ["npu_gather_fia"] and not low.problems
     called = [operator.name for call in low.calls for operator in call.operators if "aten" not in operator.name]
     assert called == ["npu.npu_fused_infer_attention_score_v2"] * -(-tokens // 64)
+
+
+@pytest.mark.parametrize("target", ASCEND)
+def test_a_prompt_reads_its_keys_where_they_lie(target: str) -> None:
+    """From as many tokens on as are gathered at a time; one call, and not an operator of Torch's that touches keys."""
+    first = {
+        batch: ops.sparse_attention.explain(*published(*sizes)[1], target=target, scale=1 / 16)
+        for batch, sizes in ROWS.items()
+    }
+    assert {batch: choice.kernel.name for batch, choice in first.items()} == {
+        "decode": "npu_gather_fia",
+        "verify": "npu_gather_fia",
+        "prefill": "triton_sparse_attention",
+    }
+    assert first["prefill"].refused["npu_gather_fia"] == "more than 64 tokens would copy their keys in turns"
+    low = lowering.lower(ops.sparse_attention, *published(*ROWS["prefill"])[1], target=target, scale=1 / 16)
+    (call,) = low.calls
+    (one,) = (operator for operator in call.operators if "aten" not in operator.name)
+    assert one.name == "triton_kernels.sparse_attention" and one.cost.flops == 4 * 200 * 24 * 2051 * 256
+    keys, others = 200 * 2051 * 4 * 256 * 2, 200 * 2 * 24 * 256 * 2 + 200 * 2051 * 4 + (4 + 3 + 3 * 256) * 4
+    assert one.cost.bytes == keys + others
+    assert all(operator.cost.bytes < 2**23 for operator in call.operators if operator is not one)
 
 
 def test_what_no_operator_does_is_said() -> None:
@@ -132,7 +155,7 @@ def test_many_tokens_are_gathered_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     """Parts that do not divide the tokens give what one part gives."""
     rows = halved(Fed(SERVED, [50], seed=2))
     chunk = rows.chunk([50])
-    with lowering.use(target="ascend910b"):
+    with lowering.use(target="ascend910b", sparse_attention="npu_gather_fia"):
         _, _, whole = rows.attended(chunk)
         monkeypatch.setattr(sparse, "GATHERED", 7)
         _, _, parts = rows.attended(chunk)

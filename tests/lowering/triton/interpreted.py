@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def mend() -> None:
-    """Rounding of float32 to bfloat16, and products of it."""
+    """Rounding of float32 to bfloat16, products of it, and gathering in a tile, which the interpreter lacks."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -66,6 +66,10 @@ def mend() -> None:
             self, *(cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), *rest
         )
 
+    def gather(self: Any, source: Any, index: Any, axis: int) -> Any:
+        return interpreter.TensorHandle(np.take_along_axis(source.data, index.data, axis), source.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_gather = gather
     interpreter.InterpreterBuilder.create_dot = dot
     interpreter.InterpreterBuilder.cast_impl = cast
     for name in ("fp_ext", "fp_trunc", "si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui"):

@@ -95,6 +95,36 @@ def test_refusals_of_the_delta_rule(changed: dict[str, Any], message: str) -> No
     assert message in refusal("gated_delta_rule", **step(**changed))
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"q": (2, 4, 24), "k_pages": (3, 8, 2, 24)}, "takes powers of two; head_dim is 24"),
+        ({"v_pages": (3, 8, 2, 8)}, "takes dims from 16 on; v_dim is 8"),
+        ({"q": (2, 3, 16)}, "takes heads in multiples of kv_heads; this call has 3 and 2"),
+        ({"k_pages": (3, 6, 2, 16), "v_pages": (3, 6, 2, 16)}, "takes powers of two; page_size is 6"),
+        ({"selected": (2, 0)}, "takes no empty tensor"),
+        ({"page_table": (2, 4097)}, "at most 4096 pages a row; this call has 4097"),
+        (
+            {"k_pages": (3, 8, 2, 512), "q": (2, 34, 512)},
+            "takes up to 16 heads a key/value head at this dim; this call has 17",
+        ),
+    ],
+)
+def test_refusals_of_sparse_attention(changed: dict[str, tuple[int, ...]], message: str) -> None:
+    shapes = {"q": (2, 4, 16), "k_pages": (3, 8, 2, 16), "v_pages": (3, 8, 2, 16)}
+    shapes |= {"selected": (2, 5), "page_table": (2, 4)} | changed
+    given: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    selected, table = given.pop("selected").int(), given.pop("page_table").int()
+    rows = Rows(torch.tensor([0, 1, 2], dtype=torch.int32), torch.ones(2, dtype=torch.int32), table, max_query=1)
+    assert message in refusal("sparse_attention", **given, selected=selected, rows=rows, scale=0.25)
+
+
+def test_blocks_of_three_tokens_are_refused() -> None:
+    rows = Rows(torch.tensor([0, 1], dtype=torch.int32), torch.ones(1).int(), torch.zeros(1, 4).int(), max_query=1)
+    blocks = torch.zeros(1, 2, dtype=torch.int32)
+    assert "takes powers of two; ratio is 3" in refusal("expand_blocks", blocks=blocks, rows=rows, ratio=3)
+
+
 def test_other_refusals() -> None:
     """A tile that no unified buffer holds, a window that is not there, gradients, symbols, other machines."""
     wide = torch.empty(2, 2**17, device="meta")
