@@ -177,6 +177,12 @@ def _spread(found: re.Match[str], args: Arguments) -> Work:
     return _vector([x], out, lambda values: values.expand(out.sizes), *temporaries)
 
 
+def _take_apart(found: re.Match[str], args: Arguments) -> Work:
+    """Every second element, from the first or the second on."""
+    x, out = args
+    return _vector([x], out, lambda values: values[int(found[1]) :: 2])
+
+
 NEAREST_EVEN = 0
 ROUNDED: dict[int, Callable[[Tensor], Tensor]] = {
     1: lambda x: torch.where(x < 0, (x - 0.5).ceil(), (x + 0.5).floor()),
@@ -214,6 +220,7 @@ TABLE: dict[str, Callable[[re.Match[str], Arguments], Work]] = {
     r"vsel_(?:vv|vs|sv|ss)_\dd_\w+": _select,
     r"vcast_\w+_\dd_with_(?:mode|temp)": _cast,
     r"(?:enablevc_)?reduce_(sum|max|min)_(r|ar|ra)_\w+": _reduce,
+    r"deinterleave_channel_([01])_from_2_channels_1d_\w+": _take_apart,
     r"broadcast_(?:first|last)_axis_align_2d\w*": _spread,
 }
 """Library calls by name."""

@@ -113,6 +113,38 @@ def test_other_refusals() -> None:
     )
 
 
+HEADS = torch.ones(2, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("op", "given", "message"),
+    [
+        ("swiglu", {"gate_up": torch.randn(2, 7)}, "halves the last axis; gate_up has 7"),
+        ("geglu", {"gate_up": torch.randn(2, 7)}, "halves the last axis; gate_up has 7"),
+        ("rms_norm", {"x": torch.randn(2, 8), "weight": torch.randn(1), "eps": 1e-6}, "8 channels and 1 weights"),
+        (
+            "add_gemma_rms_norm",
+            {"x": torch.randn(2, 8), "residual": torch.randn(2, 8), "weight": torch.randn(6), "eps": 1e-6},
+            "8 channels and 6 weights",
+        ),
+        (
+            "grouped_gemma_rms_norm",
+            {"x": torch.randn(2, 8), "weight": torch.randn(8), "groups": 3, "eps": 1e-6},
+            "groups of one size; this call has 8 channels in 3 groups",
+        ),
+        (
+            "rotary",
+            {"q": HEADS, "k": HEADS.half(), "cos": HEADS[:, 0, :4], "sin": HEADS[:, 0, 4:]},
+            "takes one dtype; found q float32, k float16",
+        ),
+    ],
+)
+@pytest.mark.plain  # the hook's checks of shapes would come first
+def test_refusals_of_what_would_be_read_wrongly(op: str, given: dict[str, Any], message: str) -> None:
+    """Sizes and dtypes that the op's body has its own say about, and a kernel would go past."""
+    assert message in refusal(op, **given)
+
+
 def test_on_the_cpu_the_body_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the references of Ascend's operators are loaded; else an error says what to do."""
     args, kwargs = next(case for case in CASES if case.op == "delta_gates").arguments()
