@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import LoweringError
 from ..host import symbolic
@@ -131,12 +132,18 @@ def _refused(make: Make, refuse: Refusal, *args: Any, **kwargs: Any) -> str | No
 
 
 def _unplanned(make: Make, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    shapes = [arg.to("meta") if isinstance(arg, Tensor) else arg for arg in args]
-    try:
-        make(*shapes, **kwargs, target=machine(args[0]))
-    except LoweringError as error:
-        return str(error)
+    target = machine(args[0])
+    with _disable_current_modes():  # a trace shall not record what is planned
+        shapes = [_without_values(arg) if isinstance(arg, Tensor) else arg for arg in args]
+        try:
+            make(*shapes, **kwargs, target=target)
+        except LoweringError as error:
+            return str(error)
     return None
+
+
+def _without_values(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 # Evidence

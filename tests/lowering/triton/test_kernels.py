@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcmodels as fm
 import lowering
@@ -143,6 +144,26 @@ HEADS = torch.ones(2, 1, 8)
 def test_refusals_of_what_would_be_read_wrongly(op: str, given: dict[str, Any], message: str) -> None:
     """Sizes and dtypes that the op's body has its own say about, and a kernel would go past."""
     assert message in refusal(op, **given)
+
+
+class Seen(TorchDispatchMode):
+    """The operators that Torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_planning_leaves_no_trace() -> None:
+    """What a plan asks Torch for, as frequencies, belongs to no program that is being traced."""
+    places, found = torch.arange(4), Seen()
+    with lowering.use(target="ascend910b"), found:
+        choice = ops.rotary_angles.explain(places, rotary_dim=8, theta=1e4)
+    assert choice.kernel.name == "triton_rotary_angles" and not found.names
 
 
 def test_on_the_cpu_the_body_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
