@@ -90,7 +90,7 @@ def _norms(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
 
 
 def _plain_norms(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
-    for rows, dim in ((4096, 128), (64, 4096)):
+    for rows, dim in ((4096, 128), (64, 4096), (32, 7168)):
         x, weight, sizes = narrow(rows, dim), narrow(dim), f"rows of {dim}"
         for prefix, gemma in (("", False), ("gemma_", True)):
             yield f"{prefix}rms_norm, {sizes}", norm.rms_norm(x, weight, eps=1e-6, gemma=gemma, target=target)[0]
