@@ -27,7 +27,7 @@ def cases() -> list[Case]:
     text: dict[str, Any] = {"rotary_dim": 64, "theta": 1e7}
     shapes = {"partial": (5, 8, 2, 256, 32), "full": (3, 4, 4, 16, 8), "awkward": (7, 3, 1, 13, 3)}
     made = [Case("rotary", name, turn(*shape)) for name, shape in shapes.items()]
-    for name, shape in (shapes | {"latent": (5, 16, 1, 64, 32)}).items():
+    for name, shape in (shapes | {"latent": (5, 16, 1, 64, 32), "awkward_whole": (5, 3, 1, 6, 3)}).items():
         made.append(Case("rotary_interleaved", name, without_keys(turn(*shape))))
     made.append(Case("rotary", "prompt_512", turn(512, 8, 2, 256, 32), bench=True))
     made.append(Case("rotary_angles", "text", lambda draw: ((draw.ids(3000, 9).int(),), text)))

@@ -15,8 +15,7 @@ from .features import npu
 from .kernel import FLOATS, HALVES, above, empty, fused, machine, wrong_dtype
 
 _NO_ANGLES = (
-    "no fused operator makes angles alone; npu_mrope reads them from a table in every layer, and ours are made once a "
-    "forward"
+    "no fused operator makes angles alone; npu_mrope reads a table in every layer, ours are made once a forward"
 )
 rotary_angles.without(ASCEND, _NO_ANGLES)
 mrope_angles.without(ASCEND, _NO_ANGLES)

@@ -15,9 +15,26 @@ from ..op import op
 from .widen import wide
 
 
-def _inverse_frequencies(rotary_dim: int, theta: float, device: torch.device) -> Tensor:
+def frequencies(rotary_dim: int, theta: float, device: torch.device) -> Tensor:
+    """theta^(-2i/rotary_dim) for i < rotary_dim/2 [half], in float32: radians a place."""
     exponents = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float32) / rotary_dim
     return 1.0 / theta**exponents
+
+
+def yarn_frequencies(
+    rotary_dim: int, theta: float, factor: float, ramp: tuple[float, float], device: torch.device
+) -> Tensor:
+    """`frequencies` [half] stretched as `yarn_angles` has it."""
+    kept = frequencies(rotary_dim, theta, device)
+    index = torch.arange(rotary_dim // 2, device=device, dtype=torch.float32)
+    share = ((index - ramp[0]) / (ramp[1] - ramp[0])).clamp(0, 1)
+    return kept / factor * share + kept * (1 - share)
+
+
+def of_height_and_width(rotary_dim: int, sections: tuple[int, int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which frequencies [half] of `mrope_angles` turn with height, and which with width; the others with time."""
+    index = torch.arange(rotary_dim // 2, device=device)
+    return (index % 3 == 1) & (index < 3 * sections[1]), (index % 3 == 2) & (index < 3 * sections[2])
 
 
 @op
@@ -28,7 +45,7 @@ def rotary_angles(
 
     `factor` is that of linear scaling: places of a longer text are pressed into the range that was trained.
     """
-    angles = positions.float()[:, None] * (_inverse_frequencies(rotary_dim, theta, positions.device) / factor)
+    angles = positions.float()[:, None] * (frequencies(rotary_dim, theta, positions.device) / factor)
     return angles.cos(), angles.sin()
 
 
@@ -46,10 +63,7 @@ def yarn_angles(
 
     Frequency i is kept where i <= ramp[0], divided by `factor` where i >= ramp[1], and goes over between the two.
     """
-    kept = _inverse_frequencies(rotary_dim, theta, positions.device)
-    index = torch.arange(rotary_dim // 2, device=positions.device, dtype=torch.float32)
-    share = ((index - ramp[0]) / (ramp[1] - ramp[0])).clamp(0, 1)
-    angles = positions.float()[:, None] * (kept / factor * share + kept * (1 - share))
+    angles = positions.float()[:, None] * yarn_frequencies(rotary_dim, theta, factor, ramp, positions.device)
     return angles.cos() * multiplier, angles.sin() * multiplier
 
 
@@ -62,12 +76,10 @@ def mrope_angles(
     Frequency i takes height if i % 3 == 1 and i < 3 * sections[1], width if i % 3 == 2 and i < 3 * sections[2], else
     time (`mrope_section` with `mrope_interleaved` of the Qwen3.5 config).
     """
-    index = torch.arange(rotary_dim // 2, device=positions.device)
-    height = (index % 3 == 1) & (index < 3 * sections[1])
-    width = (index % 3 == 2) & (index < 3 * sections[2])
+    height, width = of_height_and_width(rotary_dim, sections, positions.device)
     at_time, at_height, at_width = positions.float()[:, :, None].unbind(0)
     chosen = torch.where(height, at_height, torch.where(width, at_width, at_time))
-    angles = chosen * _inverse_frequencies(rotary_dim, theta, positions.device)
+    angles = chosen * frequencies(rotary_dim, theta, positions.device)
     return angles.cos(), angles.sin()
 
 

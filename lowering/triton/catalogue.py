@@ -54,7 +54,18 @@ def launches(target: Target, dtype: torch.dtype = torch.bfloat16) -> dict[str, L
         "commit of windows, 8192 channels": short_conv.commit(windows, accepted, 3, target=target)[0],
         "scatter of states, 32 heads": delta.scatter(states.after[:, 0], accepted, states.before, target=target),
     }
-    families = (_recurrent, _gates, _norms, _plain_norms, _activations, _rotary, _streams, _convs, _sparse)
+    families = (
+        _recurrent,
+        _gates,
+        _norms,
+        _plain_norms,
+        _activations,
+        _rotary,
+        _angles,
+        _streams,
+        _convs,
+        _sparse,
+    )
     return {name: launch for family in families for name, launch in family(target, narrow)} | made
 
 
@@ -91,12 +102,14 @@ def _norms(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
 
 
 def _plain_norms(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
-    for rows, dim in ((4096, 128), (64, 4096)):
+    for rows, dim in ((4096, 128), (64, 4096), (32, 7168)):
         x, weight, sizes = narrow(rows, dim), narrow(dim), f"rows of {dim}"
         for prefix, gemma in (("", False), ("gemma_", True)):
             yield f"{prefix}rms_norm, {sizes}", norm.rms_norm(x, weight, eps=1e-6, gemma=gemma, target=target)[0]
             added = norm.add_rms_norm(x, x, weight, eps=1e-6, gemma=gemma, target=target)[0]
             yield f"add_{prefix}rms_norm, {sizes}", added
+            kept = norm.rms_norm_rstd(x, weight, eps=1e-6, gemma=gemma, target=target)[0]
+            yield f"{prefix}rms_norm_rstd, {sizes}", kept
     yield "l2_norm, rows of 128", norm.l2_norm(narrow(4096, 128), target=target)[0]
     x, weight = narrow(TOKENS, 4 * 2048), narrow(4 * 2048)
     grouped = norm.grouped_rms_norm(x, weight, groups=4, eps=1e-6, target=target)[0]
@@ -114,6 +127,23 @@ def _rotary(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
     for heads, dim, half in ((32, 128, 64), (16, 256, 32)):
         q, angles = narrow(TOKENS, heads, dim), _wide(TOKENS, half)
         yield f"rotary, {heads} heads of {dim}", rotary.rotary(q, q, angles, angles, target=target)[0][0]
+    for heads, dim in ((1, 64), (128, 64), (128, 192)):
+        x, angles = narrow(TOKENS, heads, dim), _wide(TOKENS, 32)
+        turned = rotary.rotary_interleaved(x, angles, angles, target=target)[0]
+        yield f"rotary_interleaved, {heads} heads of {dim}", turned
+
+
+def _angles(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:
+    places = torch.empty(PROMPT, dtype=torch.int32, device="meta")
+    for dim in (64, 128):
+        made = rotary.rotary_angles(places, rotary_dim=dim, theta=1e7, target=target)[0]
+        yield f"rotary_angles, {dim} channels", made
+    stretch: dict[str, Any] = {"factor": 40.0, "ramp": (10.0, 23.0), "multiplier": 1.26}
+    made = rotary.yarn_angles(places, rotary_dim=64, theta=1e4, **stretch, target=target)[0]
+    yield "yarn_angles, 64 channels", made
+    places = torch.empty(3, PROMPT, dtype=torch.int32, device="meta")
+    made = rotary.mrope_angles(places, rotary_dim=64, theta=1e7, sections=(11, 11, 10), target=target)[0]
+    yield "mrope_angles, 64 channels", made
 
 
 def _streams(target: Target, narrow: Maker) -> Iterator[tuple[str, Launch]]:

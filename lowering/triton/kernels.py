@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import LoweringError
 from ..host import symbolic
 from ..kernel import Refusal
 from ..npu.features import loaded
-from ..npu.kernel import above, empty, machine
+from ..npu.kernel import FLOATS, above, empty, machine, wrong_dtype
 from ..npu.sparse import GATHERED
 from ..op import Op
 from ..ops.attention_residual import attention_residual
@@ -37,10 +38,12 @@ from ..ops.norm import (
     gated_rms_norm,
     gated_rms_norm_fp32,
     gemma_rms_norm,
+    gemma_rms_norm_rstd,
     grouped_gemma_rms_norm,
     rms_norm,
+    rms_norm_rstd,
 )
-from ..ops.rotary import rotary
+from ..ops.rotary import mrope_angles, rotary, rotary_angles, rotary_interleaved, yarn_angles
 from ..ops.short_conv import short_conv
 from ..ops.sparse import expand_blocks, sparse_attention
 from ..policy import EVIDENCE, MODE
@@ -55,6 +58,7 @@ RECORD = Path(__file__).with_name("compiled.json")
 MOST_STEPS = 16
 """Tokens a row that kernels which go token by token take: the window of a DFlash block, at its default size."""
 TAKEN = (torch.float32, torch.bfloat16, torch.float16)
+"""Of floats; integers are places, ids and counts, in either width that Triton's kernels are given."""
 MOST_PAGES = 4096
 """Pages a row whose numbers a program of sparse attention keeps in its buffer."""
 
@@ -124,7 +128,7 @@ def _refused(make: Make, refuse: Refusal, *args: Any, **kwargs: Any) -> str | No
     rows = [arg for arg in args if isinstance(arg, Rows)]
     if symbolic((*(size for x in tensors for size in x.shape), *(each.max_query for each in rows))):
         return "plans tiles by sizes, and one is a symbol here"
-    wrong = next((x.dtype for x in tensors if x.dtype not in (*TAKEN, torch.int32)), None)
+    wrong = next((x.dtype for x in tensors if x.dtype not in (*TAKEN, torch.int32, torch.int64)), None)
     if wrong is not None:
         return f"takes float32, bfloat16 and float16; one of this call's is {str(wrong).removeprefix('torch.')}"
     if tensors[0].device.type == "npu" and MODE.get().dry is None and importlib.util.find_spec("triton") is None:
@@ -133,12 +137,18 @@ def _refused(make: Make, refuse: Refusal, *args: Any, **kwargs: Any) -> str | No
 
 
 def _unplanned(make: Make, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    shapes = [arg.to("meta") if isinstance(arg, Tensor) else arg for arg in args]
-    try:
-        make(*shapes, **kwargs, target=machine(args[0]))
-    except LoweringError as error:
-        return str(error)
+    target = machine(args[0])
+    with _disable_current_modes():  # a trace shall not record what is planned
+        shapes = [_without_values(arg) if isinstance(arg, Tensor) else arg for arg in args]
+        try:
+            make(*shapes, **kwargs, target=target)
+        except LoweringError as error:
+            return str(error)
     return None
+
+
+def _without_values(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 # Evidence
@@ -198,6 +208,25 @@ def _takes(*args: Any, **kwargs: Any) -> str | None:
     return None
 
 
+def _refuse_weight(x, *others, **static) -> str | None:
+    dim, weight = x.shape[-1], others[-1].numel()
+    return None if weight == dim else f"takes a weight a channel; this call has {dim} channels and {weight} weights"
+
+
+def _refuse_groups(x, weight, *, groups, eps) -> str | None:
+    if x.shape[-1] % groups:
+        return f"takes groups of one size; this call has {x.shape[-1]} channels in {groups} groups"
+    return _refuse_weight(x, weight)
+
+
+def _refuse_glu(gate_up, *, caps=None) -> str | None:
+    return f"halves the last axis; gate_up has {gate_up.shape[-1]}" if gate_up.shape[-1] % 2 else None
+
+
+def _refuse_rotary(q, k, cos, sin) -> str | None:
+    return wrong_dtype(FLOATS, q=q, k=k)
+
+
 def _refuse_channels(f, b, a_log, dt_bias, *, lower_bound=None) -> str | None:
     return _power_of_two(k_dim=f.shape[2])
 
@@ -221,17 +250,23 @@ ours(gated_delta_rule, delta.gated_delta_rule, _refuse_rule)
 ours(delta_gates, delta.delta_gates, _takes)
 ours(channel_gates, delta.channel_gates, _refuse_channels)
 ours(short_conv, conv.short_conv, _refuse_conv, strided=("x",))
-ours(gated_rms_norm, partial(norm.gated_rms_norm, rounded=True), _takes, strided=("x", "gate"))
-ours(gated_rms_norm_fp32, partial(norm.gated_rms_norm, rounded=False), _takes, strided=("x", "gate"))
-ours(rms_norm, partial(norm.rms_norm, gemma=False), _takes, strided=("x",))
-ours(gemma_rms_norm, partial(norm.rms_norm, gemma=True), _takes, strided=("x",))
-ours(add_rms_norm, partial(norm.add_rms_norm, gemma=False), _takes)
-ours(add_gemma_rms_norm, partial(norm.add_rms_norm, gemma=True), _takes)
-ours(grouped_gemma_rms_norm, norm.grouped_rms_norm, _takes)
+ours(gated_rms_norm, partial(norm.gated_rms_norm, rounded=True), _refuse_weight, strided=("x", "gate"))
+ours(gated_rms_norm_fp32, partial(norm.gated_rms_norm, rounded=False), _refuse_weight, strided=("x", "gate"))
+ours(rms_norm, partial(norm.rms_norm, gemma=False), _refuse_weight, strided=("x",))
+ours(gemma_rms_norm, partial(norm.rms_norm, gemma=True), _refuse_weight, strided=("x",))
+ours(add_rms_norm, partial(norm.add_rms_norm, gemma=False), _refuse_weight)
+ours(add_gemma_rms_norm, partial(norm.add_rms_norm, gemma=True), _refuse_weight)
+ours(rms_norm_rstd, partial(norm.rms_norm_rstd, gemma=False), _refuse_weight, strided=("x",))
+ours(gemma_rms_norm_rstd, partial(norm.rms_norm_rstd, gemma=True), _refuse_weight, strided=("x",))
+ours(grouped_gemma_rms_norm, norm.grouped_rms_norm, _refuse_groups)
 ours(l2_norm, norm.l2_norm, _takes, strided=("x",))
-ours(swiglu, glu.swiglu, _takes)
-ours(geglu, glu.geglu, _takes)
-ours(rotary, rope.rotary, _takes, strided=("q", "k"))
+ours(swiglu, glu.swiglu, _refuse_glu)
+ours(geglu, glu.geglu, _refuse_glu)
+ours(rotary, rope.rotary, _refuse_rotary, strided=("q", "k"))
+ours(rotary_interleaved, rope.rotary_interleaved, _takes, strided=("x",))
+ours(rotary_angles, rope.rotary_angles, _takes)
+ours(yarn_angles, rope.yarn_angles, _takes)
+ours(mrope_angles, rope.mrope_angles, _takes)
 ours(hyper_mix, streams.hyper_mix, _takes)
 ours(hyper_inject, streams.hyper_inject, _takes)
 ours(attention_residual, streams.attention_residual, _takes)

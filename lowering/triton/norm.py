@@ -53,14 +53,25 @@ def gated_rms_norm(
     return Launch("norm", "gated_rms_norm", tensors | sizes, constants, jobs, pools, ("out",)), out
 
 
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float, gemma: bool, target: Target) -> tuple[Launch, Tensor]:
-    """The op of this name, with `gemma` `gemma_rms_norm`; and the result that the launch fills."""
+def rms_norm(
+    x: Tensor, weight: Tensor, *, eps: float, gemma: bool, target: Target, rstd: Tensor | None = None
+) -> tuple[Launch, Tensor]:
+    """The op of this name, with `gemma` `gemma_rms_norm`, and the result; `rstd` [*lead 1] is filled too, if given."""
     (x,), rows, groups, (stride,) = lines(x)
     out = torch.empty_like(
         x, dtype=x.dtype if gemma else torch.result_type(x, weight), memory_format=torch.contiguous_format
     )
     sizes = {"rows": rows, "groups": groups, "x_stride": stride, "eps": eps}
-    return _rms_norm(x, weight, out, None, sizes, x.shape[-1], {"GEMMA": gemma, "APART": False}, target), out
+    return _rms_norm(x, weight, out, rstd, sizes, x.shape[-1], {"GEMMA": gemma, "APART": False}, target), out
+
+
+def rms_norm_rstd(
+    x: Tensor, weight: Tensor, *, eps: float, gemma: bool, target: Target
+) -> tuple[Launch, tuple[Tensor, Tensor]]:
+    """The op of this name, with `gemma` `gemma_rms_norm_rstd`; and the result that the launch fills."""
+    rstd = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+    launch, out = rms_norm(x, weight, eps=eps, gemma=gemma, target=target, rstd=rstd)
+    return launch, (out, rstd)
 
 
 def grouped_rms_norm(

@@ -71,7 +71,15 @@ def called(case: Case, dtype: torch.dtype, name: str = "ascend910b") -> tuple[An
 
 
 ALL = [case for case in CASES if taken(case)]
-FEW = [case for op in OPS for case in [one for one in ALL if one.op == op][::4]]
+OPEN = ("hyper_mix",)
+"""Ops of which the emulator calls awkward sizes a race of the scalar pipe with itself: not decided whether it is."""
+FEW = [
+    case
+    for op in OPS
+    for at, case in enumerate(one for one in ALL if one.op == op)
+    if at % 4 == 0 or ("awkward" in case.name and op not in OPEN)
+]
+"""Every fourth case of an op, and those whose sizes no tile divides."""
 
 
 def check(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, target: str = "ascend910b") -> None:

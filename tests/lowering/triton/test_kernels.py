@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcmodels as fm
 import lowering
@@ -143,6 +144,58 @@ def test_other_refusals() -> None:
     assert "needs ascend910b, ascend910_93 or ascend950" in refusal(
         "delta_gates", "cpu", a=torch.randn(2, 4), b=torch.randn(2, 4), a_log=torch.randn(4), dt_bias=torch.randn(4)
     )
+
+
+HEADS = torch.ones(2, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("op", "given", "message"),
+    [
+        ("swiglu", {"gate_up": torch.randn(2, 7)}, "halves the last axis; gate_up has 7"),
+        ("geglu", {"gate_up": torch.randn(2, 7)}, "halves the last axis; gate_up has 7"),
+        ("rms_norm", {"x": torch.randn(2, 8), "weight": torch.randn(1), "eps": 1e-6}, "8 channels and 1 weights"),
+        (
+            "add_gemma_rms_norm",
+            {"x": torch.randn(2, 8), "residual": torch.randn(2, 8), "weight": torch.randn(6), "eps": 1e-6},
+            "8 channels and 6 weights",
+        ),
+        (
+            "grouped_gemma_rms_norm",
+            {"x": torch.randn(2, 8), "weight": torch.randn(8), "groups": 3, "eps": 1e-6},
+            "groups of one size; this call has 8 channels in 3 groups",
+        ),
+        (
+            "rotary",
+            {"q": HEADS, "k": HEADS.half(), "cos": HEADS[:, 0, :4], "sin": HEADS[:, 0, 4:]},
+            "takes one dtype; found q float32, k float16",
+        ),
+    ],
+)
+@pytest.mark.plain  # the hook's checks of shapes would come first
+def test_refusals_of_what_would_be_read_wrongly(op: str, given: dict[str, Any], message: str) -> None:
+    """Sizes and dtypes that the op's body has its own say about, and a kernel would go past."""
+    assert message in refusal(op, **given)
+
+
+class Seen(TorchDispatchMode):
+    """The operators that Torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_planning_leaves_no_trace() -> None:
+    """What a plan asks Torch for, as frequencies, belongs to no program that is being traced."""
+    places, found = torch.arange(4), Seen()
+    with lowering.use(target="ascend910b"), found:
+        choice = ops.rotary_angles.explain(places, rotary_dim=8, theta=1e4)
+    assert choice.kernel.name == "triton_rotary_angles" and not found.names
 
 
 def test_on_the_cpu_the_body_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
