@@ -500,7 +500,7 @@ def _moved_over(q: LatentQueries, up: Any, v_dim: int) -> tuple[Tensor, Tensor]:
     return by_head[:, :-v_dim], by_head[:, -v_dim:]
 
 
-def _over_latents(moved: Tensor, rope: Tensor, pages: LatentPools, rows: Rows, scale: float, layout: str) -> Tensor:
+def _over_latents(moved: Tensor, rope: Tensor, pages: Any, rows: Any, scale: float, layout: str) -> Tensor:
     """Sums of latents [rows longest heads latent], or heads first in layout BSND_NBSD; heads filled up to a count."""
     heads = moved.shape[1]
     more = next(count for count in SHARING if count >= heads) - heads
