@@ -94,6 +94,9 @@ OPERATORS: dict[str, Evidence] = {
     "npu_dynamic_mx_quant": _row("5", "5", "- - 8.5.0", "vllm-ascend quantization/methods/w8a8_mxfp8.py"),
     "npu_dequant_swiglu_quant": _row("23", "", "8.5.0 9.0.0 8.5.0"),
     "npu_quant_matmul": _row("23", "235", "8.5.0 8.5.0 8.5.0", "vllm-ascend quantization/methods/w8a8_mxfp8.py"),
+    "npu_transpose_batchmatmul": _row(
+        "23", "23", "8.5.0 8.5.0 8.5.0", "vllm-ascend attention/mla_v1.py, attention/sfa_v1.py"
+    ),
     "npu_convert_weight_to_int4pack": _row("23", "235", "8.5.0 8.5.0 8.5.0", "vllm-ascend quantization/methods"),
     "npu_format_cast": _row("235", "235", "- - -", "vllm-ascend quantization/methods"),
     # Sampling

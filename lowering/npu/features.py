@@ -86,6 +86,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "npu_scatter_pa_kv_cache": ("key", "value", "key_cache", "value_cache", "slot_mapping", "cache_mode"),
     "npu_swiglu": ("input", "dim"),
     "npu_top_k_top_p": ("logits", "p", "k"),
+    "npu_transpose_batchmatmul": ("input", "weight", "perm_x1", "perm_x2", "perm_y"),
 }  # fmt: skip
 """Every operator that our kernels call, and the arguments they pass: what must be there for a kernel to be chosen."""
 

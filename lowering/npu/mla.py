@@ -59,12 +59,15 @@ from .rotary import side_by_side, turned_pairs
 
 UPDATE = "npu_attention_update"
 RING = "atb.npu_ring_mla"
+BY_HEAD = "npu_transpose_batchmatmul"
 SCATTER = "npu_scatter_pa_kv_cache"
 
 APART = (128, 64, 128)
 """Widths of plain channels, rope channels and values whose rope layout TND takes apart."""
 MOST_ABSORBED = 16
 """Tokens a row of the absorbed form."""
+ACROSS_HEADS = 65535
+"""Channels of all heads together that a product by head takes where heads lie behind tokens."""
 RING_SIDE = 512
 """Side of the ring's mask."""
 
@@ -98,7 +101,7 @@ def _by_shape(q, new, pages, up, rows, *, scale, v_dim):
     if rows.max_query > FEW:
         return (*expanded, "torch_two_pass", "torch_absorbed"), why
     few = f"rows of up to {FEW} new tokens read latents as they lie where npu_fia_absorbed takes them; else {why}"
-    return ("npu_fia_absorbed", *expanded, "torch_absorbed", "torch_two_pass"), few
+    return ("npu_fia_absorbed_by_head", "npu_fia_absorbed", *expanded, "torch_absorbed", "torch_two_pass"), few
 
 
 @dataclass(frozen=True)
@@ -453,11 +456,55 @@ def _wrong_latent_pages(pages: LatentPools) -> str | None:
 @fused(mla_prefix_attention, "npu_fia_absorbed", OPERATOR, refuse=_refuse_absorbed, **ANY_WEIGHT)
 def _absorbed(q, new, pages, up, rows, *, scale, v_dim):
     """All heads over the latents in their pages: `up` moved over to the queries, and to what comes out."""
-    heads = q.nope.shape[1]
-    by_head = plain(up).to(q.nope.dtype).unflatten(0, (heads, -1))
-    moved = torch.einsum("thn,hnl->thl", q.nope, by_head[:, :-v_dim])
+    keys, values = _moved_over(q, up, v_dim)
+    moved = torch.einsum("thn,hnl->thl", q.nope, keys)
+    out = _over_latents(moved, q.rope, pages, rows, scale, "BSND")
+    out = rows.flat(out, q.nope.shape[0])[:, : q.nope.shape[1]]
+    return torch.einsum("thl,hvl->thv", out, values)
+
+
+def _refuse_by_head(q, new, pages, up, rows, *, scale, v_dim):
+    heads, width = q.nope.shape[1:]
+    odd = next((channels for channels in (width, v_dim) if channels % 16), None)
+    if odd is not None:
+        return f"takes channels in multiples of 16; this call has {odd} a head"
+    wrong = _refuse_absorbed(q, new, pages, up, rows, scale=scale, v_dim=v_dim)
+    return wrong or above(ACROSS_HEADS, **{"channels of all heads": heads * width})
+
+
+@fused(mla_prefix_attention, "npu_fia_absorbed_by_head", OPERATOR, BY_HEAD, refuse=_refuse_by_head, **ANY_WEIGHT)
+def _absorbed_by_head(q, new, pages, up, rows, *, scale, v_dim):
+    """As `npu_fia_absorbed`, each product one operator that reads and writes tokens and heads in the order they have.
+
+    Attention leaves heads before rows, as the second product reads them. That one runs over the padding behind a row's
+    end too, which nobody reads.
+    """
+    keys, values = _moved_over(q, up, v_dim)
+    moved = _by_head(q.nope, keys, TOKENS_FIRST)
+    out = _over_latents(moved, q.rope, pages, rows, scale, "BSND_NBSD")[: q.nope.shape[1]]
+    attended = _by_head(out.flatten(1, 2), values.mT, HEADS_FIRST)
+    return rows.flat(attended.unflatten(0, out.shape[1:3]), q.nope.shape[0])
+
+
+HEADS_FIRST, TOKENS_FIRST = [0, 1, 2], [1, 0, 2]
+
+
+def _by_head(x: Tensor, weight: Tensor, order: list[int]) -> Tensor:
+    """Tokens of each head times the head's weight [heads inner outputs], as [tokens heads outputs]."""
+    return npu.npu_transpose_batchmatmul(x, weight, perm_x1=order, perm_x2=HEADS_FIRST, perm_y=TOKENS_FIRST)
+
+
+def _moved_over(q: LatentQueries, up: Any, v_dim: int) -> tuple[Tensor, Tensor]:
+    """`up` by head: what makes keys [heads nope_dim latent], and values [heads v_dim latent]."""
+    by_head = plain(up).to(q.nope.dtype).unflatten(0, (q.nope.shape[1], -1))
+    return by_head[:, :-v_dim], by_head[:, -v_dim:]
+
+
+def _over_latents(moved: Tensor, rope: Tensor, pages: Any, rows: Any, scale: float, layout: str) -> Tensor:
+    """Sums of latents [rows longest heads latent], or heads first in layout BSND_NBSD; heads filled up to a count."""
+    heads = moved.shape[1]
     more = next(count for count in SHARING if count >= heads) - heads
-    both = (torch.nn.functional.pad(x, (0, 0, 0, more)) if more else x for x in (moved, q.rope))
+    both = (torch.nn.functional.pad(x, (0, 0, 0, more)) if more else x for x in (moved, rope))
     query, query_rope = (rows.rectangle(x).contiguous() for x in both)
     key, key_rope = (_shared(pool) for pool in (pages.latent, pages.rope))
     lists: dict[str, Any] = {"actual_seq_kvlen": list(rows.host.length), "sparse_mode": UNMASKED}
@@ -466,11 +513,10 @@ def _absorbed(q, new, pages, up, rows, *, scale, v_dim):
         lists |= {"actual_seq_qlen": list(rows.host.query), "sparse_mode": BOTTOM_RIGHT, "atten_mask": mask}
     out, _ = npu.npu_fused_infer_attention_score_v2(
         query, key, key, query_rope=query_rope, key_rope=key_rope, num_query_heads=query.shape[2],
-        num_key_value_heads=1, softmax_scale=scale, input_layout="BSND", block_table=page_table(rows),
+        num_key_value_heads=1, softmax_scale=scale, input_layout=layout, block_table=page_table(rows),
         block_size=pages.latent.page_size, **lists,
     )  # fmt: skip
-    out = rows.flat(out, q.nope.shape[0])[:, :heads]
-    return torch.einsum("thl,hvl->thv", out, by_head[:, -v_dim:])
+    return out
 
 
 def _shared(pages: NdPages | NzPages) -> Tensor:

@@ -37,7 +37,7 @@ from .checks import (
 )
 from .registration import operator
 
-RANKS = {"TND": 3, "BSND": 4}
+RANKS = {"TND": 3, "BSND": 4, "BSND_NBSD": 4}
 """Layouts that the reference covers, and the rank of their queries."""
 
 WIDEST = 512
@@ -79,6 +79,8 @@ class _Call:
     """Whether the rotated channels are given apart, as latent attention does."""
     latent: bool
     """Whether they are, and all heads read one latent."""
+    heads_first: bool
+    """Whether heads come before requests in what comes out."""
 
 
 def _understand(
@@ -95,9 +97,11 @@ def _understand(
     need_dtype((torch.bool, torch.int8, torch.uint8), atten_mask=atten_mask)
     need_contiguous(query=query, key=key, value=value, query_rope=query_rope, key_rope=key_rope, atten_mask=atten_mask)
     need_rank(RANKS[input_layout], RANKS[input_layout], query=query)
+    input_layout, _, out_layout = input_layout.partition("_")
     need((query_rope is None) == (key_rope is None), "query_rope and key_rope are given both or neither")
     rope = query_rope is not None
     latent = rope and query.shape[-1] == LATENT_WIDTH
+    need(latent or not out_layout, f"the reference covers outputs of layout {out_layout} over a shared latent alone")
     kv_heads = num_key_value_heads or num_query_heads
     _need_heads(query, num_query_heads, kv_heads, latent)
     paged = block_table is not None
@@ -106,7 +110,7 @@ def _understand(
     one_step = max(queries, default=0) <= 1 if input_layout == "TND" else query.shape[1] == 1
     call = _Call(
         input_layout, paged, num_query_heads, kv_heads, queries, held, block_size, sparse_mode, pre_tokens, next_tokens,
-        one_step, rope, latent,
+        one_step, rope, latent, out_layout == "NBSD",
     )  # fmt: skip
     if query_rope is not None and key_rope is not None:
         _need_rope(query, key, query_rope, key_rope, call)
@@ -346,7 +350,8 @@ def _fia_like(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> tu
     call = _understand(query, key, value, **arguments)
     by_head = query.shape[:2] if call.layout == "TND" else (query.shape[0], call.heads, query.shape[1])
     lse = (*by_head, 1) if arguments["return_softmax_lse"] else (0,)
-    return query.new_empty((*query.shape[:-1], _width(value, call))), query.new_empty(lse, dtype=torch.float32)
+    lead = [query.shape[axis] for axis in (2, 0, 1)] if call.heads_first else query.shape[:-1]
+    return query.new_empty((*lead, _width(value, call))), query.new_empty(lse, dtype=torch.float32)
 
 
 @operator("npu_fused_infer_attention_score_v2", shapes=_fia_like)
@@ -380,6 +385,7 @@ def npu_fused_infer_attention_score_v2(
     out, lse = _joined(results, query.shape[1], call)
     if key.numel() == 0:
         out.zero_()  # Documented for keys that are empty altogether.
+    out = out.permute(2, 0, 1, 3).contiguous() if call.heads_first else out
     return out.to(query.dtype), lse if arguments["return_softmax_lse"] else lse.new_empty(0)
 
 

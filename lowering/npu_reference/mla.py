@@ -1,6 +1,6 @@
-"""What latent attention calls beside fused attention: the merge of partial results, and the ring of the ATB library.
+"""What latent attention calls beside fused attention: the merge of partial results, ATB's ring, products by head.
 
-Both weigh partial results by the logarithms of their softmax denominators (lse, natural, float32).
+The first two weigh partial results by the logarithms of their softmax denominators (lse, natural, float32).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from .checks import (
     OperatorError,
     need,
     need_contiguous,
+    need_default,
     need_dtype,
     need_one_dtype,
     need_rank,
@@ -161,3 +162,41 @@ def _ring_part(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> P
     lse = scores.logsumexp(-1)
     out = torch.einsum("qhk,khd->qhd", (scores - lse[..., None]).exp(), v)
     return (out, lse) if len(k) else (out * torch.nan, lse * torch.nan)
+
+
+IN_ORDER, TURNED = [0, 1, 2], [1, 0, 2]
+"""Orders of the axes: as they lie, and the first two in each other's place."""
+
+BELOW = 65536
+"""Bound of a product's batch, of its outputs and of the channels that a row of x holds."""
+
+
+def _by_head_like(
+    input: Tensor, weight: Tensor, perm_x1: list[int] | None, perm_x2: list[int] | None, perm_y: list[int] | None,
+    batch_split_factor: int, **rest: object,
+) -> Tensor:  # fmt: skip
+    need_default(**rest)
+    need(batch_split_factor == 1, f"batch_split_factor is {batch_split_factor}; the reference covers 1")
+    order = list(perm_x1 or IN_ORDER)
+    need(order in (IN_ORDER, TURNED), f"perm_x1 is {order}; expected {IN_ORDER} or {TURNED}")
+    need(list(perm_x2 or IN_ORDER) == IN_ORDER, f"perm_x2 is {perm_x2}; documented is {IN_ORDER}")
+    need(list(perm_y or TURNED) == TURNED, f"perm_y is {perm_y}; documented is {TURNED}")
+    need_rank(3, 3, input=input, weight=weight)
+    need_dtype(FLOATS, input=input)
+    need_one_dtype(input=input, weight=weight)
+    batch, rows, inner = (input.shape[axis] for axis in order)
+    need_shape((batch, inner, weight.shape[2]), "batch, inner as in input, outputs", weight=weight)
+    need(inner % 16 == weight.shape[2] % 16 == 0, f"weight is {shown(weight)}; its last two axes are multiples of 16")
+    held = inner * (batch if order == TURNED else 1)
+    need(held < BELOW, f"input is {shown(input)}, {held} channels a row; expected less than {BELOW}")
+    return input.new_empty((rows, batch, weight.shape[2]))
+
+
+@operator("npu_transpose_batchmatmul", shapes=_by_head_like)
+def npu_transpose_batchmatmul(input: Tensor, weight: Tensor, perm_x1: list[int] | None, **rest: object) -> Tensor:
+    """[rows batch outputs]: each matrix of the batch times its weight, in float32, rounded once.
+
+    `input` is [batch rows inner], or [rows batch inner] where `perm_x1` turns its first two axes.
+    """
+    x = input.permute(list(perm_x1 or IN_ORDER)).float()
+    return (x @ weight.float()).transpose(0, 1).to(input.dtype).contiguous()

@@ -26,7 +26,7 @@ def test_published_sizes_lower_without_weights(width: int, keep_steps: bool) -> 
     rows = {row.op: row for row in low.explain().rows}
     assert rows["experts"].kernel == "npu_grouped_experts" and rows["route_sigmoid"].kernel == "npu_moe_gating_top_k"
     assert rows["latent_norm_rope_write"].kernel == "npu_rms_norm_rope_scatter"
-    assert rows["mla_prefix_attention"].kernel == ("npu_fia_absorbed" if width <= 8 else "two_fia_merge")
+    assert rows["mla_prefix_attention"].kernel == ("npu_fia_absorbed_by_head" if width <= 8 else "two_fia_merge")
     fused = width <= 16
     assert rows["gated_delta_rule"].kernel == ("npu_recurrent_gated_delta_rule" if fused else "torch_chunked_channels")
     called = {operator.name for call in low.calls if call.op == "gated_delta_rule" for operator in call.operators}

@@ -42,7 +42,7 @@ MODULES = (
 )  # fmt: skip
 FIA = "npu_fused_infer_attention_score_v2"
 FAR = attention.FAR
-MLA, RING = "mla_prefix_attention", "atb.npu_ring_mla"
+MLA, RING, BY_HEAD = "mla_prefix_attention", "atb.npu_ring_mla", "npu_transpose_batchmatmul"
 OTHER_MODE = {"PA_NZ": "PA_BNSD", "PA_BNSD": "PA_NZ"}
 INDEXER, SPARSE = "npu_lightning_indexer", "sparse_attention"
 STEPS, CHUNK = "npu_recurrent_gated_delta_rule_functional", "npu_chunk_gated_delta_rule"
@@ -173,6 +173,9 @@ FLIPS = [
     Flip("npu_attention_update", "rows without a prefix have no weight", at(0, weighted)),
     Flip("npu_attention_update", "lse is a logarithm", at(0, lambda lses: [lse.exp() for lse in lses])),
     Flip("npu_attention_update", "lse is token-major", at(0, lambda lses: [lses[0], lses[1].flip(0)])),
+    Flip(FIA, "heads come out first", but(input_layout=lambda _: "BSND"), {"input_layout": "BSND_NBSD"}),
+    Flip(BY_HEAD, "heads lie behind tokens, or before", without("perm_x1")),
+    Flip(BY_HEAD, "a head has its own weight", at(1, lambda weight: weight.flip(0))),
     Flip(RING, "later tokens are masked", but(mask_type=lambda _: "no_mask"), {"mask_type": "mask_type_triu"}),
     Flip(RING, "the scale is not 1", without("qk_scale")),
     Flip(RING, "the second ring merges the first", second_alone),

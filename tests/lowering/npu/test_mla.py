@@ -26,8 +26,10 @@ from tests.each import each
 
 OP = OPS["mla_prefix_attention"]
 TWO, CONCAT, RING, ABSORBED = "two_fia_merge", "concat_fia", "atb_ring_mla", "npu_fia_absorbed"
-KERNELS = (TWO, CONCAT, RING, ABSORBED)
+BY_HEAD = "npu_fia_absorbed_by_head"
+KERNELS = (TWO, CONCAT, RING, ABSORBED, BY_HEAD)
 FIA, UPDATE = "npu_fused_infer_attention_score_v2", "npu_attention_update"
+PRODUCT = "npu_transpose_batchmatmul"
 BOUNDS = {torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
@@ -186,13 +188,15 @@ CALLS: dict[str, Callable[[torch.dtype], Made]] = {
     "odd_widths": lambda dtype: made((5, 1, 8), (9, 3, 0), Sizes(3, 20, 6, 13, 32), dtype, page_size=5, padding=1),
     "wide_values": lambda dtype: made((5, 8), (9, 0), Sizes(3, 16, 16, 72, 32), dtype, page_size=5),
 }  # fmt: skip
+LATENTS_ELSEWHERE = {
+    "all_idle", "ragged", "tiled", "pages_of_1", "pages_of_1_tiled", "long", "one_row", "without_rope", "joined",
+    "odd_widths", "wide_values",
+}  # fmt: skip
 REFUSED = {
     RING: {"without_rope", "keys_of_192", "joined", "odd_widths", "wide_values"},
-    ABSORBED: {
-        "all_idle", "ragged", "tiled", "pages_of_1", "pages_of_1_tiled", "long", "one_row", "without_rope",
-        "joined", "odd_widths", "wide_values",
-    },
-}  # fmt: skip
+    ABSORBED: LATENTS_ELSEWHERE,
+    BY_HEAD: LATENTS_ELSEWHERE,
+}
 """Calls that a kernel does not take, by name: rows, pages, heads or widths that it is not documented for."""
 
 
@@ -225,7 +229,7 @@ def test_against_dense_attention(name: str, dtype: torch.dtype, kernel: str, cal
     )
     wanted: dict[str, list[str]] = {
         TWO: [FIA, FIA, UPDATE] if past else [FIA], CONCAT: [FIA] * rows, ABSORBED: [FIA],
-        RING: ["atb.npu_ring_mla"] * (1 + past),
+        RING: ["atb.npu_ring_mla"] * (1 + past), BY_HEAD: [PRODUCT, FIA, PRODUCT],
     }  # fmt: skip
     assert called == (wanted[kernel] if live else [])
 
@@ -322,7 +326,8 @@ def test_the_choice_by_shape(
 ) -> None:
     call = made(counts, past, sizes)
     choice = OP.explain(*call.args, target=target, **call.kwargs)
-    assert choice.kernel.name == kernel
+    by_head = kernel == ABSORBED and target != "ascend950"
+    assert choice.kernel.name == (BY_HEAD if by_head else kernel)
     others = {TWO, CONCAT} - {kernel}
     assert {choice.refused[name] for name in others if name in choice.refused} == {why}
 
@@ -342,6 +347,7 @@ def test_ascend_950_has_all_but_the_ring() -> None:
         TWO,
         CONCAT,
         ABSORBED,
+        BY_HEAD,
     }
     choice = OP.explain(*call.args, target=named("ascend950", cann="8.5.0"), **call.kwargs)
     built = "npu_fused_infer_attention_score_v2 is built for ascend950 from CANN 9.0.0 on; the target has 8.5.0"
@@ -448,6 +454,10 @@ REFUSALS: list[tuple[str, Made, str]] = [
     (ABSORBED, changed(BASE, 2, latent=pool(5, 24, 512)), "takes pages of 16 to 1024 tokens in steps of 16; found 24"),
     (ABSORBED, changed(BASE, 2, latent=pool(2**15, 128, 512)),
      "takes pools of fewer than 2**31 elements; this one has 2147483648: make fewer pages"),
+    (BY_HEAD, changed(BASE, 4, max_query=17), "takes at most 16 tokens a row; this call has 17"),
+    (BY_HEAD, hinted(BASE, v_dim=24), "takes channels in multiples of 16; this call has 24 a head"),
+    (BY_HEAD, changed(BASE, 0, nope=meta(6, 128, 512), rope=meta(6, 128, 64)),
+     "takes at most 65535 channels of all heads; this call has 65536"),
 ]  # fmt: skip
 
 
@@ -494,7 +504,12 @@ def as_they_lie(pages: NzPages) -> Tensor:
     return pages.values.view(-1, pages.page_size, pages.width)
 
 
-ATTENDED, MERGED = mla._attended, mla._merged
+def turned_up(q: LatentQueries, up: Tensor, v_dim: int) -> tuple[Tensor, Tensor]:
+    keys, values = MOVED_OVER(q, up, v_dim)
+    return values, keys
+
+
+ATTENDED, MERGED, MOVED_OVER = mla._attended, mla._merged, mla._moved_over
 BROKEN: dict[str, tuple[str, str, Any]] = {
     "an empty prefix keeps its lse of inf": (TWO, "_without_empty", lambda part, split: part),
     "the prefix is masked": (TWO, "_attended", masked_prefix),
@@ -505,6 +520,7 @@ BROKEN: dict[str, tuple[str, str, Any]] = {
     "rings have fewer keys than queries": (RING, "_pieces", whole_rows),
     "a query alone has no mode": (ABSORBED, "BOTTOM_RIGHT", 0),
     "tiles are read as they lie": (ABSORBED, "_shared", as_they_lie),
+    "keys are made of a head's first rows": (BY_HEAD, "_moved_over", turned_up),
 }  # fmt: skip
 
 

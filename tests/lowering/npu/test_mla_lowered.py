@@ -11,7 +11,7 @@ import lowering
 from lowering import Policy
 from lowering.explain.stages import Lowered
 
-from .test_mla import ABSORBED, CONCAT, FIA, MIXED, OP, RING, TWO, UPDATE, Made, Sizes, made
+from .test_mla import ABSORBED, BY_HEAD, CONCAT, FIA, MIXED, OP, PRODUCT, RING, TWO, UPDATE, Made, Sizes, made
 
 
 def lowered(call: Made, kernel: str, target: str = "ascend910_93") -> Lowered:
@@ -53,6 +53,17 @@ def test_one_call_reads_latents_as_they_lie() -> None:
     for layout in ("nd", "nz"):
         low = lowered(made((2, 2, 2), (130, 0, 7), Sizes(16), layout=layout), ABSORBED)
         assert fused(low) == {f"npu.{FIA}": 1}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_products_by_head_leave_nothing_loose(count: int) -> None:
+    """All products lie in fused operators; of the two copies around Torch's, that of the rope channels is left."""
+    call = made((count,) * 3, (130, 0, 7), Sizes(16))
+    low, composed = lowered(call, BY_HEAD), lowered(call, ABSORBED)
+    assert fused(low) == {f"npu.{FIA}": 1, f"npu.{PRODUCT}": 2} and not low.problems
+    before, after = (Counter(one.name for one in each.calls[0].operators) for each in (composed, low))
+    assert (before["aten.bmm"], before["aten.clone"]) == (2, 2)
+    assert (after["aten.bmm"], after["aten.clone"]) == (0, 1)
 
 
 def test_the_ring_has_the_shapes_that_its_documentation_tells() -> None:

@@ -455,6 +455,18 @@ def test_heads_over_a_shared_latent(steps: int, tiles: bool, layout: str) -> Non
     assert_like(FIA, arguments)
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_heads_come_first_where_they_are_asked_for(steps: int) -> None:
+    """Layout BSND_NBSD: the same numbers in another order, over a shared latent alone."""
+    arguments, _ = paged_latent(steps, [128, 16, 257])
+    turned = arguments | {"input_layout": "BSND_NBSD"}
+    expected = call(FIA, arguments)[0].permute(2, 0, 1, 3)
+    assert torch.equal(call(FIA, turned)[0], expected)
+    assert_like(FIA, turned)
+    no_rope = {"query_rope": None, "key_rope": None}
+    refused(FIA, turned | no_rope, "outputs of layout NBSD over a shared latent alone")
+
+
 def test_128_heads_share_a_latent() -> None:
     """The other forms take 64 query heads a key head at most."""
     arguments, own = paged_latent(1, [3], heads=128)

@@ -15,7 +15,7 @@ from tests.cases import Draw
 from tests.lowering.npu_reference.calls import assert_like, assert_rounded_once, call, refused
 from tests.tolerances import assert_close
 
-UPDATE, RING = "npu_attention_update", "npu_ring_mla"
+UPDATE, RING, BY_HEAD = "npu_attention_update", "npu_ring_mla", "npu_transpose_batchmatmul"
 BFLOAT = torch.bfloat16
 HEADS, KV_HEADS, SCALE = 6, 3, 0.11
 MASK = torch.ones(512, 512, dtype=BFLOAT).triu(1)
@@ -193,3 +193,37 @@ def test_limits_of_the_ring() -> None:
         call_ring(uneven)
     with lowering.use(target="ascend950"):
         no({}, "lowered to ascend950")
+
+
+def by_head(dtype: torch.dtype = BFLOAT, tokens: int = 5, heads: int = 3) -> dict[str, Any]:
+    """Tokens before heads, as queries lie."""
+    x, weight = torch.randn(tokens, heads, 32), torch.randn(heads, 32, 48)
+    return {"input": x.to(dtype), "weight": weight.to(dtype), "perm_x1": [1, 0, 2]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BFLOAT, torch.float32], ids=str)
+def test_products_by_head(dtype: torch.dtype) -> None:
+    """Each head times its own weight, whichever of tokens and heads comes first; and of strided factors."""
+    arguments = by_head(dtype)
+    x, weight = arguments["input"], arguments["weight"]
+    exact = torch.stack([x[:, head].double() @ weight[head].double() for head in range(3)], 1)
+    y = call(BY_HEAD, arguments)
+    assert_rounded_once(y, exact)
+    assert_like(BY_HEAD, arguments)
+    heads_first = {"input": x.transpose(0, 1).contiguous(), "weight": weight.mT.contiguous().mT}
+    assert torch.equal(call(BY_HEAD, heads_first), y)
+
+
+def test_limits_of_products_by_head() -> None:
+    good = by_head()
+    for changes, words in (
+        ({"perm_x1": [2, 1, 0]}, "perm_x1 is"),
+        ({"perm_x2": [0, 2, 1]}, "perm_x2 is"),
+        ({"perm_y": [0, 1, 2]}, "perm_y is"),
+        ({"weight": good["weight"].float()}, "dtypes differ"),
+        ({"weight": torch.zeros(3, 32, 40, dtype=BFLOAT)}, "multiples of 16"),
+        ({"weight": torch.zeros(2, 32, 48, dtype=BFLOAT)}, "inner as in input"),
+        ({"batch_split_factor": 3}, "batch_split_factor is 3"),
+        ({"input": torch.zeros(1, 2048, 32, dtype=BFLOAT), "weight": torch.zeros(2048, 32, 16, dtype=BFLOAT)}, "65536"),
+    ):
+        refused(BY_HEAD, good | changes, words)

@@ -34,7 +34,7 @@ from tests.lowering.npu_reference.test_cache import valid as scatter
 from tests.lowering.npu_reference.test_delta import CHUNK, RECURRENT, chunked, recurrent
 from tests.lowering.npu_reference.test_hyper_connection import POST
 from tests.lowering.npu_reference.test_hyper_connection import valid as injected
-from tests.lowering.npu_reference.test_mla import UPDATE, parts
+from tests.lowering.npu_reference.test_mla import BY_HEAD, UPDATE, by_head, parts
 from tests.lowering.npu_reference.test_moe import (
     GATING,
     GROUPED,
@@ -104,7 +104,9 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     (FIA, packed_latent([4, 2], [4, 9], return_softmax_lse=False)),
     (FIA, paged_latent(3, [128, 9])[0]),
     (FIA, paged_latent(3, [128, 9], tiles=True)[0]),
+    (FIA, paged_latent(3, [128, 9])[0] | {"input_layout": "BSND_NBSD"}),
     (UPDATE, parts()),
+    (BY_HEAD, by_head()),
     (INTERLEAVE, valid_interleave()),
     (NORM_ROPE, normed()),
     (NORM_ROPE, normed("PA_NZ", steps=1)),

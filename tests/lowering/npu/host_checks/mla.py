@@ -1,4 +1,4 @@
-"""Calls of the merge of partial attention, and of ATB's ring."""
+"""Calls of the merge of partial attention, of ATB's ring, and of products by head."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from .calls import Bad, ints, meta
 
-UPDATE, RING = "npu_attention_update", "atb.npu_ring_mla"
+UPDATE, RING, BY_HEAD = "npu_attention_update", "atb.npu_ring_mla", "npu_transpose_batchmatmul"
 FP32 = torch.float32
 
 LSE, OUT = meta(12, dtype=FP32), meta(12, 128, dtype=FP32)
@@ -25,6 +25,7 @@ GOOD = {
         "pre_out": meta(6, 4, 128),
         "prev_lse": meta(4, 6, dtype=FP32),
     },
+    BY_HEAD: {"input": meta(6, 4, 128), "weight": meta(4, 128, 512), "perm_x1": [1, 0, 2]},
 }
 BAD = {
     UPDATE: [
@@ -40,5 +41,15 @@ BAD = {
         Bad("a mask of two axes", {"mask": meta(512)}),
         Bad("lengths on the host", {"seqlen": ints(3, 2)}),
         Bad("an earlier output", {"prev_lse": meta(6, 4, dtype=FP32)}),
+    ],
+    BY_HEAD: [
+        Bad("factors of three axes", {"input": meta(1, 6, 4, 128)}),
+        Bad("one dtype, float32", {"weight": meta(4, 128, 512, dtype=FP32)}),
+        Bad("perm_x1 of", {"perm_x1": [2, 1, 0]}),
+        Bad("perm_x2 of", {"weight": meta(128, 4, 512), "perm_x2": [1, 0, 2]}),
+        Bad("perm_y of", {"perm_y": [0, 1, 2]}),
+        Bad("as many inner channels", {"input": meta(6, 4, 64)}),
+        Bad("fewer than 65536", {"weight": meta(4, 128, 65536)}),
+        Bad("beside an x that is turned alone", {"weight": meta(6, 512, 128), "perm_x1": None, "perm_x2": [0, 2, 1]}),
     ],
 }
