@@ -63,7 +63,7 @@ class Jump:
 
 
 @dataclass(frozen=True)
-class Part:
+class LabelledPart:
     """Actions from a label on, and the names that a jump to it gives values."""
 
     names: Sequence[str]
@@ -74,7 +74,7 @@ START = "^bb0"
 """Where a function begins; the only part of one without branches."""
 
 
-def run_parts(parts: Mapping[str, Part], core: Core) -> Running:
+def run_parts(parts: Mapping[str, LabelledPart], core: Core) -> Running:
     """Go through a function from its beginning, part by part, until one does not jump."""
     jump: Any = Jump(START)
     while isinstance(jump, Jump):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .core import START, Action, Core, Jump, Part, Running, Waiting, run, run_parts
+from .core import START, Action, Core, Jump, LabelledPart, Running, Waiting, run, run_parts
 from .cube import CUBE
 from .errors import Unknown
 from .library import TABLE, Work
@@ -36,14 +36,14 @@ def action_of(operation: Operation, program: ParsedProgram) -> Action:
     return ACTIONS[operation.name](operation, program)
 
 
-def parts_of(function: Function, program: ParsedProgram) -> dict[str, Part]:
+def parts_of(function: Function, program: ParsedProgram) -> dict[str, LabelledPart]:
     """A function's parts by label."""
     label, names, actions = START, [], []
-    parts = {label: Part(names, actions)}
+    parts = {label: LabelledPart(names, actions)}
     for operation in function.body:
         if operation.name.startswith("^"):
             label, names, actions = operation.name, re.findall(r"(%\w+): ", operation.text.partition("//")[0]), []
-            parts[label] = Part(names, actions)
+            parts[label] = LabelledPart(names, actions)
         else:
             actions.append(action_of(operation, program))
     return parts

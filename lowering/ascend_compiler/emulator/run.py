@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..outcome import Compiled
 from ..program import memory_bits
-from .core import Core, Part, Running, run_parts
+from .core import Core, LabelledPart, Running, run_parts
 from .errors import EmulationError, Hang, Unknown
 from .memory import POISON, Memory, View
 from .operations import parts_of
@@ -92,7 +92,7 @@ class _Grid:
         return Core(name, memories, others, self.order, values)
 
 
-def _parts(entry: Function, program: ParsedProgram) -> Mapping[str, Part]:
+def _parts(entry: Function, program: ParsedProgram) -> Mapping[str, LabelledPart]:
     if entry.unit not in MEMORIES:
         raise Unknown(f"{entry.name} is for {entry.unit}, which is no kind of core that is known")
     return parts_of(entry, program)
