@@ -14,9 +14,7 @@ from ..target import ASCEND
 from .features import npu
 from .kernel import FLOATS, HALVES, above, empty, fused, machine, wrong_dtype
 
-_NO_ANGLES = (
-    "no fused operator makes angles alone; npu_mrope reads a table in every layer, ours are made once a forward"
-)
+_NO_ANGLES = "no operator makes angles alone"
 rotary_angles.without(ASCEND, _NO_ANGLES)
 mrope_angles.without(ASCEND, _NO_ANGLES)
 yarn_angles.without(ASCEND, _NO_ANGLES)

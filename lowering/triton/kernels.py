@@ -85,7 +85,8 @@ def ours(op: Op, make: Make, refuse: Refusal, strided: Collection[str] = ()) -> 
     register(run)
 
 
-_ONE_PASS = "a kernel of ours reads and writes the rows once, several times fewer bytes than"
+_GATED = "leaves the gate to Torch; ours goes over the rows once"
+_GEMMA = "stands between casts to float32 and back; npu_gemma_rms_norm, and ours, go over the rows once"
 
 
 def _positional(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -276,32 +277,28 @@ ours(sparse_attention, sparse.sparse_attention, _refuse_sparse)
 
 @gated_rms_norm.order_by(ASCEND)
 def _gated_in_one_pass(x, gate, weight, *, eps, activation):
-    return ("triton_gated_rms_norm",), f"{_ONE_PASS} npu_rms_norm and the gate by Torch behind it"
+    return ("triton_gated_rms_norm", "npu_rms_norm_gated"), _GATED
 
 
 @gated_rms_norm_fp32.order_by(ASCEND)
 def _gated_fp32_in_one_pass(x, gate, weight, *, eps, activation):
-    return ("triton_gated_rms_norm_fp32",), f"{_ONE_PASS} npu_rms_norm and the gate by Torch behind it"
+    return ("triton_gated_rms_norm_fp32", "npu_rms_norm_gated_fp32"), _GATED
 
 
 @gemma_rms_norm.order_by(("ascend950",))
 def _gemma_in_one_pass(x, weight, *, eps):
-    return (
-        "npu_gemma_rms_norm",
-        "triton_gemma_rms_norm",
-    ), f"{_ONE_PASS} npu_rms_norm between casts to float32 and back"
+    return ("npu_gemma_rms_norm", "triton_gemma_rms_norm", "npu_rms_norm_1p"), _GEMMA
 
 
 @add_gemma_rms_norm.order_by(("ascend950",))
 def _add_gemma_in_one_pass(x, residual, weight, *, eps):
-    why = f"{_ONE_PASS} npu_add_rms_norm between casts to float32 and back"
-    return ("npu_add_gemma_rms_norm", "triton_add_gemma_rms_norm"), why
+    return ("npu_add_gemma_rms_norm", "triton_add_gemma_rms_norm", "npu_add_rms_norm_1p"), _GEMMA
 
 
 @rotary.order_by(("ascend950",))
 def _rotary_in_one_pass(q, k, cos, sin):
-    why = f"{_ONE_PASS} npu_apply_rotary_pos_emb, which writes where it reads, so that heads are copied for it"
-    return ("triton_rotary",), why
+    why = "writes where it reads, so that heads are copied for it; a kernel of ours reads and writes them once"
+    return ("triton_rotary", "npu_apply_rotary_pos_emb", "npu_rotary_mul"), why
 
 
 @sparse_attention.order_by(ASCEND)

@@ -126,7 +126,7 @@ NORMS = ("gemma_rms_norm", "add_gemma_rms_norm")
 
 @pytest.mark.parametrize("target", ASCEND)
 def test_one_policy_turns_the_native_norm_on_everywhere(target: str, made: tuple[fm.Model, Any]) -> None:
-    """Of Gemma3 and Qwen3.5, fused with a sum or not; without it every norm is an operator's."""
+    """Of Gemma3 and Qwen3.5, fused with a sum or not; without it every norm is an operator's, or one kernel of ours."""
     model, params = made
     batch = fm.Batch.from_lists([[1, 2, 3], [4, 5, 6]])
     low = trees.tree_map(lambda leaf: leaf.to(torch.bfloat16), params)
@@ -135,7 +135,7 @@ def test_one_policy_turns_the_native_norm_on_everywhere(target: str, made: tuple
             model.forward(low, None, batch)
         for op in NORMS:
             (name,) = chosen(report, op)
-            assert name.startswith("npu_") == kernels and (kernels or name == "torch")
+            assert name.startswith(("npu_", "triton_")) == kernels and (kernels or name == "torch")
     found = {row.op: row.reasons() for row in report.rows if row.op in NORMS}
     assert found == {
         "gemma_rms_norm": "asked for by name", "add_gemma_rms_norm": "asked for by name, of gemma_rms_norm",
@@ -154,9 +154,12 @@ def test_published_sizes_are_fused(target: str, size: str, lists: list[list[int]
     report = lowering.explain(model.forward, model.param_spec(torch.bfloat16), state, batch, target=target)
     kernels = {kernel.name for op in lowering.OPS.values() for kernel in op.serving(target) if kernel.operators}
     fused = {row.op for row in report.rows if row.kernel in kernels}
-    ours = {"paged_attention", "gemma_rms_norm", "add_gemma_rms_norm", "rotary"}
-    assert fused >= ours | ({"geglu"} if target == "ascend910b" else set())
-    assert {row.op for row in report.rows} - fused <= {"embedding", "linear", "rotary_angles", "geglu", "write_pages"}
+    # On Ascend 950 casts and copies would stand around the operators, and kernels of ours come first.
+    by_target = {"gemma_rms_norm", "add_gemma_rms_norm", "rotary"}
+    assert fused >= {"paged_attention"} | (by_target if target != "ascend950" else set())
+    assert fused >= ({"geglu"} if target == "ascend910b" else set())
+    others = {row.op for row in report.rows} - fused
+    assert others <= {"embedding", "linear", "rotary_angles", "geglu", "write_pages"} | by_target
     layouts = chosen(report, "paged_attention")
     one = max(map(len, lists)) == 1
     # Packed, but on Ascend 950 for a window of one query a row.

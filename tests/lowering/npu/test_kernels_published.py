@@ -27,14 +27,14 @@ MOE: dict[str, Any] = {
 DENSE: dict[str, Any] = {"model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288}
 BATCHES = {"decode": [[1], [2], [3]], "prefill": [[1] * 17, [2] * 5, []], "verify": [[1] * 4, [2] * 3, [3] * 4]}
 
-TORCH = {"delta_gates", "embedding", "linear", "rotary_angles", "short_conv"}
-"""Ops that no operator of torch_npu is for at these sizes."""
+OTHERS = {"delta_gates", "embedding", "gated_rms_norm", "linear", "rotary_angles", "short_conv"}
+"""Ops that no operator of torch_npu is for at these sizes, or that one of ours goes over in one pass."""
 ATLAS_A2 = {
-    "add_gemma_rms_norm", "gated_delta_rule", "gated_rms_norm", "gemma_rms_norm", "l2_norm", "paged_attention",
-    "rotary", "swiglu", "write_pages",
+    "add_gemma_rms_norm", "gated_delta_rule", "gemma_rms_norm", "l2_norm", "paged_attention", "rotary", "swiglu",
+    "write_pages",
 }  # fmt: skip
 ROUTED = {"experts", "route_softmax"}
-ATLAS_A5 = ATLAS_A2 - {"gated_delta_rule"}
+ATLAS_A5 = ATLAS_A2 - {"add_gemma_rms_norm", "gated_delta_rule", "gemma_rms_norm", "rotary"}
 
 
 def lowered(sizes: dict[str, Any], batch: str, target: str) -> Report:
@@ -61,12 +61,12 @@ def lowered(sizes: dict[str, Any], batch: str, target: str) -> Report:
 def test_published_sizes_are_fused(
     target: str, fused: set[str], sizes: dict[str, Any], more: set[str], batch: str
 ) -> None:
-    """And each op that Torch runs has its reason."""
+    """And each op that something else runs has its reason."""
     rows = lowered(sizes, batch, target).rows
     kernels = {kernel.name for op in lowering.OPS.values() for kernel in op.serving(target) if kernel.operators}
     chosen = {row.op for row in rows if row.kernel in kernels}
     assert chosen == fused | more
-    assert {row.op for row in rows} - chosen == TORCH | ATLAS_A2 - fused
+    assert {row.op for row in rows} - chosen == OTHERS | ATLAS_A2 - fused
     for row in rows:
         reasons = [reason for name, reason in row.refused.items() if name == FUSED or name in kernels]
         assert row.op in chosen or reasons, row

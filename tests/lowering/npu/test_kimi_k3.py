@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
     },
 }  # fmt: skip
 FUSED: dict[str, str] = {
-    "rms_norm": "npu_rms_norm", "gated_rms_norm_fp32": "npu_rms_norm_gated_fp32", "l2_norm": "npu_rms_norm_l2",
+    "rms_norm": "npu_rms_norm", "l2_norm": "npu_rms_norm_l2",
     "latent_norm_rope_write": "npu_rms_norm_rope_scatter", "route_sigmoid": "npu_moe_gating_top_k",
     "experts": "npu_grouped_experts",
 }  # fmt: skip

@@ -30,7 +30,7 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 NORMS = {"rms_norm": "npu_rms_norm", "add_rms_norm": "npu_add_rms_norm"}
 FUSED: dict[str, str] = {
-    **NORMS, "gated_rms_norm_fp32": "npu_rms_norm_gated_fp32", "l2_norm": "npu_rms_norm_l2",
+    **NORMS, "l2_norm": "npu_rms_norm_l2",
     "latent_norm_rope_write": "npu_rms_norm_rope_scatter", "route_sigmoid": "npu_moe_gating_top_k",
     "experts": "npu_grouped_experts", "swiglu": "npu_swiglu",
 }  # fmt: skip

@@ -96,9 +96,9 @@ def test_the_environment_reaches_them_too(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_weights_prepared_for_the_operator_are_read_by_the_reference() -> None:
-    from funcmodels.blocks.linear import GemmaNorm
-
-    prepared = lowering.prepare(GemmaNorm(WEIGHT / 7), target="ascend950").weight
+    prepare = ops.gemma_rms_norm.kernel_named("npu_rms_norm_1p").prepare
+    assert prepare is not None
+    prepared = prepare(WEIGHT / 7)
     assert type(prepared).__name__ == "OnePlusWeight"
     with lowering.use(gemma_rms_norm="torch", target="ascend950"):
         found = ops.add_gemma_rms_norm(X, 2 * X, prepared, eps=1e-6)
