@@ -40,8 +40,8 @@ def test_one_plus_weights_give_the_same_as_plain_ones() -> None:
     for op, args in (
         (ops.gemma_rms_norm, (x,)), (ops.gemma_rms_norm_rstd, (x,)), (ops.add_gemma_rms_norm, (x, x.flip(0))),
     ):  # fmt: skip
-        wanted = next(name for name in op.kernels if name.endswith("_1p"))
-        with lowering.use(target="ascend950", **{op.name: wanted}), lowering.record() as report:
+        wanted: dict[str, Any] = {op.name: next(name for name in op.kernels if name.endswith("_1p"))}
+        with lowering.use(target="ascend950", **wanted), lowering.record() as report:
             assert tree.equal(op(*args, prepared, eps=1e-6), op(*args, weight, eps=1e-6))
         assert {row.kernel for row in report.rows} <= {"npu_rms_norm_1p", "npu_add_rms_norm_1p"}
         assert tree.equal(op(*args, prepared, eps=1e-6), op(*args, weight, eps=1e-6))
