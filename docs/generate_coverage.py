@@ -152,7 +152,8 @@ def written(names: list[str]) -> Iterator[str]:
         yield f"| {name} | {' | '.join(calls)} |"
     yield ""
     if names == list(WHOLE):
-        yield "Quantised, FLOPs / bytes as above, where the machine has operators for the format."
+        yield "Quantised and not prepared, so that int4 is laid out anew in every call: FLOPs / bytes as above,"
+        yield "where the machine has operators for the format."
         yield ""
         yield f"| family and format | {' | '.join(heads)} |"
         yield "|---" * (len(heads) + 1) + "|"
