@@ -323,7 +323,7 @@ class Op:
         governing = (self.name, *self.contains)
         prefer = {name: asked for name, asked in mode.policy.prefer.items() if name not in governing}
         free = Mode(replace(mode.policy, prefer=prefer), target, dry=mode.dry)
-        *others, last = kernel.targets
+        *others, last = kernel.targets or ("a machine that it is on record for",)
         needed = f"{', '.join(others)} or {last}" if others else last
         return (
             f"{self.name}: kernel {kernel.name!r} needs {needed}, target is {target.name}; "

@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+import lowering
 from lowering import Compiled, LoweringError
 from lowering.ascend_compiler.emulator import EmulationError, Unknown
 from lowering.op import OPS
@@ -34,6 +36,16 @@ def test_a_program_that_is_not_known_is_not_emulated(monkeypatch: pytest.MonkeyP
     here.emulated.cache_clear()
     assert not here.emulated("swiglu", TARGETS["ascend950"])
     here.emulated.cache_clear()
+
+
+def test_a_kernel_that_is_not_on_record_yet_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new one is: what is recorded of it says on which machines it is offered. Asked for, it says that."""
+    op, name = OPS["swiglu"], "triton_swiglu"
+    monkeypatch.setitem(op.kernels, name, replace(op.kernels[name], targets=()))
+    here.emulated.cache_clear()
+    assert here.emulated("swiglu", TARGETS["ascend910b"])
+    with lowering.use(target="ascend910b", swiglu=name), pytest.raises(LoweringError, match="that it is on record for"):
+        op(torch.randn(2, 6))
 
 
 def _refused(*_: Any) -> None:
