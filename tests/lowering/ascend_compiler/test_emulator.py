@@ -71,13 +71,11 @@ def called(case: Case, dtype: torch.dtype, name: str = "ascend910b") -> tuple[An
 
 
 ALL = [case for case in CASES if taken(case)]
-OPEN = ("hyper_mix",)
-"""Ops of which the emulator calls awkward sizes a race of the scalar pipe with itself: not decided whether it is."""
 FEW = [
     case
     for op in OPS
     for at, case in enumerate(one for one in ALL if one.op == op)
-    if at % 4 == 0 or ("awkward" in case.name and op not in OPEN)
+    if at % 4 == 0 or "awkward" in case.name
 ]
 """Every fourth case of an op, and those whose sizes no tile divides."""
 
