@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import LoweringError
 from ..ops.norm import Activation
 from ..target import Target
 from .launch import Launch
@@ -93,12 +94,21 @@ def _rms_norm(
     kind: dict[str, bool],
     target: Target,
 ) -> Launch:
-    rows, block, footprint = int(sizes["rows"]), _power(dim), PLAIN if rstd is None else KEPT
-    tile = planned(target, footprint, size=x.element_size(), most=rows, width=block)
+    rows, block = int(sizes["rows"]), _power(dim)
+    tile = _tile(x, rows, block, target, kept=rstd is not None)
     tensors = {"x": x, "weight": weight, "out": out, "rstd": out if rstd is None else rstd}
     constants = {"DIM": dim, "BLOCK": block, "TILE": tile, **kind, "KEPT": rstd is not None}
     jobs, fills = int(sizes["groups"]) * -(-rows // tile), ("out", "rstd")
     return Launch("norm", "rms_norm", tensors | sizes, constants, jobs, ("x", "out"), fills)
+
+
+def _tile(x: Tensor, rows: int, block: int, target: Target, *, kept: bool) -> int:
+    """On Ascend 950 two rows at least where deviations are kept: its compiler ends on a store of a single one."""
+    footprint, least = KEPT if kept else PLAIN, 2 if kept and target.name == "ascend950" else 1
+    tile = planned(target, footprint, size=x.element_size(), most=max(rows, least), width=block)
+    if tile < least:
+        raise LoweringError(f"{least} rows of {block} cells do not fit the unified buffer of {target.name}")
+    return tile
 
 
 def add_rms_norm(

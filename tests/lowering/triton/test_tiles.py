@@ -11,7 +11,7 @@ from lowering import Compiled, LoweringError, Overflow, audit
 from lowering.__main__ import main
 from lowering.rows import Rows
 from lowering.target import ASCEND, TARGETS
-from lowering.triton import catalogue, delta
+from lowering.triton import catalogue, delta, norm, streams
 from lowering.triton.launch import Launch
 from lowering.triton.tiles import Footprint, dividing, planned
 
@@ -47,6 +47,21 @@ def test_a_planned_tile(name: str, target: str, dtype: torch.dtype) -> None:
     assert isinstance(found, Overflow) or (
         isinstance(found, Compiled) and (audit(found) or found.bits_used < FOLDED * shown.outcome.bits_used)
     )
+
+
+@pytest.mark.parametrize("target", ["ascend910b", "ascend950"])
+def test_a_single_token(target: str) -> None:
+    """As decoding one row has it: what a compiler makes of a tile of one row is another program."""
+    machine, x = TARGETS[target], torch.empty(1, 4, 2560, dtype=torch.bfloat16, device="meta")
+    weight, down, up = x.new_empty(10240), x.new_empty(324, 10240), x.new_empty(10240, 320)
+    single = {"eps": 1e-6, "target": machine}
+    steps = streams.hyper_mix(x, weight, down, up, **single)[0]
+    made = [step for step in steps if isinstance(step, Launch)]
+    made += [norm.rms_norm(x[0, :1], weight[:2560], gemma=True, **single)[0]]
+    made += [norm.add_rms_norm(x[0, :1], x[0, 1:2], weight[:2560], gemma=True, **single)[0]]
+    made += [norm.rms_norm_rstd(x[0, :1], weight[:2560], gemma=True, **single)[0]]
+    for launch in made:
+        assert isinstance(launch.compiled(target), Compiled), (launch.name, str(launch.compiled(target)))
 
 
 def recurrent(v_heads: int, target: str) -> Launch:
