@@ -51,8 +51,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Between files, what the C library keeps of freed memory goes back to the system."""
-    if nextitem is not None and nextitem.path != item.path and TRIM is not None:
+    """Between files, models that a file's functions have kept are let go, and freed memory goes back to the system."""
+    if nextitem is None or nextitem.path == item.path:
+        return
+    module = getattr(item, "module", None)
+    for value in [] if module is None else vars(module).values():
+        if hasattr(value, "cache_clear") and getattr(value, "__module__", None) == module.__name__:
+            value.cache_clear()
+    if TRIM is not None:
         TRIM(0)
 
 
