@@ -54,9 +54,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Between files, models that a file's functions have kept are let go, and freed memory goes back to the system."""
     if nextitem is None or nextitem.path == item.path:
         return
-    module = getattr(item, "module", None)
-    for value in [] if module is None else vars(module).values():
-        if hasattr(value, "cache_clear") and getattr(value, "__module__", None) == module.__name__:
+    functions = vars(getattr(item, "module", object))
+    for value in functions.values():
+        if hasattr(type(value), "cache_clear") and getattr(value, "__module__", None) == functions["__name__"]:
             value.cache_clear()
     if TRIM is not None:
         TRIM(0)
